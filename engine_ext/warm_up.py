@@ -153,7 +153,7 @@ def compile_coserve() -> None:
     for _ in range(REFIT):
         learn(memory, load, theirs, 0.01)
     note_launch(memory, load, theirs)
-    share(memory, batches_alone(0, 0, 0, 0), np.zeros(0, dtype=np.bool_))
+    share(memory, batches_alone(0, 0, 0, 0), np.zeros(0, dtype=np.bool_), True)
     note_online_kv(memory.held, 10, 0.01)
     reserve(memory.held)
     bounds = SloClass(ttft_s=1.0).bounds

@@ -80,12 +80,14 @@ class BenchEngine:
         context: int = CONTEXT,
         emulation: Emulation = Emulation.VIRTUAL,
         steps_file: str | None = None,
+        more_hooks: tuple[str, ...] = (),
     ) -> "BenchEngine":
         """Start an engine on an emulated machine with `capacity` tokens of KV cache.
 
-        `model_path`: any small model; it never runs. `steps_file`: where to write each step.
+        `model_path`: any small model; it never runs. `steps_file`: where to write each step. `more_hooks`: modules
+        whose hooks run beside those of benchmarks.
         """
-        hooks = (RETUNE, ARRIVALS) if emulation is Emulation.VIRTUAL else (RETUNE,)
+        hooks = ((RETUNE, ARRIVALS) if emulation is Emulation.VIRTUAL else (RETUNE,)) + more_hooks
         return cls(
             model_path,
             Options(cost, emulated=emulation, extra_hooks=hooks, steps_file=steps_file),

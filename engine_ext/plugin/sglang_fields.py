@@ -39,6 +39,7 @@ FIELDS: Mapping[str, str] = {  # by class, separated by spaces
         " running_batch tree_cache"
     ),
     "sglang.srt.mem_cache.radix_cache.RadixCache": "disable is_eagle match_prefix page_size root_node supports_mamba",
+    "sglang.srt.mem_cache.radix_cache.TreeNode": "children evicted key last_access_time lock_ref parent",
 }
 
 

@@ -41,10 +41,10 @@ def apply(
         engine.requests[ours.batch[k]].rests = 1 if ours.rests[k] else 0
     if goes_first:
         left = _compute_batch(engine, left)
-    left, load = _compute_online(engine, cache, heap, line, ours, left, first_online)
+    left, load, reserved = _compute_online(engine, cache, heap, line, ours, left, first_online)
     if not goes_first and not plan.parks:
         left = _compute_batch(engine, left)
-    left = _admit_batch(engine, cache, heap, state, plan.admitted, left)
+    left = _admit_batch(engine, cache, heap, state, plan.admitted, left, reserved)
     if left == plan.budget and totals.online_decoding == 0 and plan.left_out == len(view.kv):
         for k in range(len(view.kv)):  # else the step would do nothing
             engine.requests[ours.batch[k]].rests = 0
@@ -105,10 +105,11 @@ def _compute_batch(engine: SharedEngine, left: int) -> int:
 @compiled
 def _compute_online(
     engine: SharedEngine, cache: Cache, heap: Heap, line: Line, ours: Ours, left: int, first_online: int
-) -> tuple[int, Load]:
-    """Let online prompts have their part of so many tokens, in order of arrival; return what is left, and their load.
+) -> tuple[int, Load, float]:
+    """Let online prompts have their part of so many tokens, in order of arrival.
 
-    Those that wait are admitted while there is room for them and for what running requests reserve.
+    Those that wait are admitted while there is room for them and for what running requests reserve. Returns what is
+    left of the tokens, the load of the online requests, and the KV tokens that they reserve.
     """
     totals, requests, reserved, at = engine.totals[0], engine.requests, 0.0, 0
     load = Load(0, 0.0, 0, int(totals.online_decoding), int(totals.online_kv))
@@ -135,19 +136,21 @@ def _compute_online(
         r.take = min(left, r.left)
         left -= r.take
         load = with_chunk(load, int(r.prompt + r.generated - r.left), int(r.take))
-    return int(left), load
+    return int(left), load, reserved
 
 
 @compiled
-def _admit_batch(engine: SharedEngine, cache: Cache, heap: Heap, state: State, count: int, left: int) -> int:
+def _admit_batch(
+    engine: SharedEngine, cache: Cache, heap: Heap, state: State, count: int, left: int, reserved: float
+) -> int:
     """Admit the first `count` requests of `state.admitted` while tokens and room are left; the others wait again.
 
-    Returns how many of the `left` tokens are left then.
+    `reserved`: KV tokens that online requests reserve. Returns how many of the `left` tokens are left then.
     """
     kept, requests = count, engine.requests
     for k in range(count):
         request = int(state.admitted[k])
-        if left <= 0 or room(engine, cache) - needed(engine, cache, request) <= 0:
+        if left <= 0 or room(engine, cache) - needed(engine, cache, request) <= reserved:
             kept = k
             break
         admit(engine, cache, heap, request)

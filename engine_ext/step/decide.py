@@ -22,6 +22,7 @@ from engine_ext.step.memory import Memory
 from engine_ext.step.plan import Room, StepPlan
 from engine_ext.step.view import View
 
+ROOM = 2  # pages of each decode for which there must be room if some are left out; a step may still run
 CHUNKS = 8  # parts of the largest step; of what batches are owed they get one part in a step
 
 
@@ -54,9 +55,12 @@ def decide(state: State, memory: Memory, view: View, rests: Bools) -> tuple[Step
     asked afterwards comes with the plan, because each call of machine code takes time.
     """
     rests[:] = False
-    divided = share(memory, view, rests) if view.is_limited else Share(view.online.tokens, ANY_NUMBER, np.inf, False)
-    budget, admitted, left_out = _scan(state, view, divided, rests)
     free = int(state.costs.capacity) - view.used
+    divided = Share(view.online.tokens, ANY_NUMBER, np.inf, False)
+    if view.is_limited:
+        # Where the KV cache might not do for all, an engine has to see them: it retracts them, and not online requests.
+        divided = share(memory, view, rests, free >= ROOM * view.page * view.decoding)
+    budget, admitted, left_out = _scan(state, view, divided, rests)
     budget, parks = _way(view, max(budget, divided.online), divided.online, free)
     room, is_cut = _room(view, parks), bool(divided.is_cut)
     plan = StepPlan(budget, admitted, left_out, parks, room, float(divided.limit_s), is_cut)
@@ -64,8 +68,11 @@ def decide(state: State, memory: Memory, view: View, rests: Bools) -> tuple[Step
 
 
 @compiled
-def share(memory: Memory, view: View, rests: Bools) -> Share:
-    """Divide the step: the online prompts have what they need within their bounds, and batches what then is left."""
+def share(memory: Memory, view: View, rests: Bools, may_rest: bool) -> Share:
+    """Divide the step: the online prompts have what they need within their bounds, and batches what then is left.
+
+    `may_rest`: whether decodes of batches may be left out.
+    """
     needs, due = view.online, 0 if memory.in_vain[0] else view.online.due
     memory.in_vain[0] = needs.prompts > 0
     online = _online_tokens(memory, view)
@@ -73,7 +80,7 @@ def share(memory: Memory, view: View, rests: Bools) -> Share:
     limit_s = _limit(memory, view, load, online, due)
     before = view.chunk.computed if view.chunk.is_ours else 0
     found = harvest(
-        memory.predictor, load, view.kv, view.skipped, rests, limit_s, before, max(0, view.largest - online)
+        memory.predictor, load, view.kv, view.skipped, rests, limit_s, before, max(0, view.largest - online), may_rest
     )
     tokens = found.prompt_tokens
     if needs.decoding + due == 0:  # nobody waits for this step; a limit that no step can keep must not end batches

@@ -59,9 +59,9 @@ class View(NamedTuple):
     are in any step. `kv`, `skipped`: by decode of a batch that the step may leave out, int64 [decodes], the KV tokens
     that it reads and for how many steps running it was left out. `decoding`, `reads`: all requests that decode, and the
     KV tokens that they read. `decoded`: output tokens that each of them has got since the last decision. `used`: of the
-    KV cache, without what the chunk has left; `kept_free`: of it, for online requests to come; `page`: its pages.
-    `slots`: requests that may still be admitted. `largest`: prompt tokens of the largest step. `mixes`: decodes ride in
-    a step with prompts.
+    KV cache, without what the chunk has left and what only pins keep; `kept_free`: of it, for online requests to come;
+    `page`: its pages. `slots`: requests that may still be admitted. `largest`: prompt tokens of the largest step.
+    `mixes`: decodes ride in a step with prompts.
     """
 
     online: Online

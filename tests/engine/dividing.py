@@ -22,4 +22,4 @@ def divide(
     needs, bounds = beside.needs(demand, now)
     view = batches_alone(0, 0, 0, 0, largest=largest)._replace(online=needs, bounds=bounds, is_limited=True)
     view, rests = view._replace(fixed=fixed, kv=kv, skipped=np.zeros_like(kv)), np.zeros(len(kv), dtype=np.bool_)
-    return share(beside.memory, view, rests), rests
+    return share(beside.memory, view, rests, True), rests

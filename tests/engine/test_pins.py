@@ -81,6 +81,20 @@ def test_the_same_request_is_looked_up_again_when_more_is_cached(tree: Any) -> N
     assert pins.tokens == tree.protected_size() == 300
 
 
+def test_what_runs_is_not_kept_by_pins(tree: Any) -> None:
+    system, more = ids(0, 100), ids(0, 160)
+    insert(tree, system)
+    insert(tree, more)
+    pins = Pins(tree, 10_000)
+    pins.keep([Req(more), Req(system)], again=False, room=10_000)
+    assert pins.tokens == 160
+    running = tree.match_prefix(MatchPrefixParams(RadixKey(system, None))).last_device_node
+    tree.inc_lock_ref(running)
+    assert pins.tokens == 60
+    tree.dec_lock_ref(running)
+    assert pins.tokens == 160
+
+
 def test_too_much_is_not_kept_and_too_little_neither(tree: Any) -> None:
     insert(tree, ids(0, 1100))
     insert(tree, ids(5000, 10))

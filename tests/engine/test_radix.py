@@ -50,7 +50,7 @@ def test_counts_are_those_of_sglang(page: int) -> None:
         found = cached_tokens(tree, req)
         assert len(nodes(tree)) == before  # SGLang would have split a node
         theirs = tree.match_prefix(MatchPrefixParams(RadixKey(req.origin_input_ids, req.extra_key)))
-        assert found == (len(theirs.device_indices), 0)
+        assert found == (len(theirs.device_indices), 0, 0)
 
 
 def test_counts_what_is_only_on_the_host() -> None:
@@ -69,9 +69,20 @@ def test_counts_what_is_only_on_the_host() -> None:
         req = Req(some_tokens(rng))
         found = cached_tokens(tree, req)
         theirs = tree.match_prefix(MatchPrefixParams(RadixKey(req.origin_input_ids, None)))
-        assert found == (len(theirs.device_indices), theirs.host_hit_length)
-        seen.add(found[1] > 0)
+        assert found == (len(theirs.device_indices), theirs.host_hit_length, 0)
+        seen.add(found.on_host > 0)
     assert seen == {True, False}
+
+
+def test_counts_what_running_requests_use() -> None:
+    tree: Any = RadixCache.create_simulated(mock_allocator=Pool())
+    system, first, second = (array("q", range(begin, begin + 10)) for begin in (0, 100, 200))
+    for tokens in (system + first, system + second):
+        tree.insert(InsertParams(key=RadixKey(tokens, None), value=torch.arange(20)))
+    tree.inc_lock_ref(tree.match_prefix(MatchPrefixParams(RadixKey(system + first, None))).last_device_node)
+    assert cached_tokens(tree, Req(system + first)) == (20, 0, 20)
+    assert cached_tokens(tree, Req(system + second)) == (20, 0, 10)
+    assert cached_tokens(tree, Req(second)) == (0, 0, 0)
 
 
 def test_what_is_looked_up_is_evicted_last() -> None:

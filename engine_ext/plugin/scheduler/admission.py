@@ -353,7 +353,7 @@ def admission_of(scheduler: Any) -> Admission:
         # A benchmark sets others.
         online, limits = getattr(scheduler, "batchweave_online", (options.online, options.limits))
         found = Admission.of(options.cost, online, limits, scheduler, options.least_share)
-        found.scan.cached = lambda key: cached_tokens(scheduler.tree_cache, found.by_key[key].req)[0]
+        found.scan.cached = lambda key: cached_tokens(scheduler.tree_cache, found.by_key[key].req).on_device
         found.foresees = options.sheds
         scheduler.batchweave_admission = found
     return found

@@ -139,7 +139,7 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     if is_beside:  # they decode from here on; tokens decoded during their prefill were not theirs
         ours.prefilled(None)
     rests = [seen.able[place] for place in np.flatnonzero(seen.rests)]
-    done = apply(ours, scheduler, running, plan, admitted, rests, ask_sglang)
+    done = apply(ours, scheduler, running, seen.view, plan, admitted, rests, ask_sglang)
     ours.steps += 1
     ours.decoded = 0 if is_beside else 1
     if done.batch is not None and not is_beside:
@@ -159,6 +159,8 @@ def _room_for_prefixes(ours: Admission, scheduler: Any, view: View, plan: StepPl
 
 def _note_last_step(ours: Admission, scheduler: Any, running: Any, is_beside: bool) -> bool:
     """Note what has ended and what is in the cache now; return whether any request has ended."""
+    if not is_beside:  # there they decode while SGLang asks
+        _drop_ended(running)
     ours.copies.begin_step()
     changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
     ours.notice_stored()
@@ -167,6 +169,14 @@ def _note_last_step(ours: Admission, scheduler: Any, running: Any, is_beside: bo
     if not ours.running:
         ours.pins.release()
     return changed
+
+
+def _drop_ended(running: Any) -> None:
+    """Take those that have ended out of the batch that decodes; SGLang does so after it has chosen the prompts."""
+    before = len(running.reqs)
+    running.filter_batch()
+    if len(running.reqs) < before:
+        running.batch_is_full = False
 
 
 def _note_step(ours: Admission, done: Done) -> Any:

@@ -9,6 +9,7 @@ from engine_ext.plugin.scheduler.admission import Admission
 from engine_ext.plugin.scheduler.member import Reason
 from engine_ext.plugin.scheduler.online import is_ours, length
 from engine_ext.step.plan import Room, StepPlan
+from engine_ext.step.view import View
 
 
 class Done(NamedTuple):
@@ -26,6 +27,7 @@ def apply(
     ours: Admission,
     scheduler: Any,
     running: Any,
+    view: View,
     plan: StepPlan,
     admitted: list[int],
     rests: list[Any],
@@ -42,6 +44,7 @@ def apply(
     if (plan.budget == 0 and nothing_waits) or ours.turns.are_decodes(running):
         ours.note_refused(candidates, first_blocks=False)
         return Done(None, running, rests)
+    _make_room_among_pins(ours, view, candidates)
     batch, running_after = _prefill(ours, scheduler, running, candidates, plan.budget, ask_sglang)
     return Done(batch, running_after, rests)
 
@@ -61,6 +64,13 @@ def _clear_the_way(ours: Admission, scheduler: Any, running: Any, plan: StepPlan
         ours.resting = resting.set_apart(running, set(rests))
         resting.HoldingKV.show_to(scheduler)
     return rests
+
+
+def _make_room_among_pins(ours: Admission, view: View, candidates: list[Any]) -> None:
+    """Release all pins if SGLang might not find room for the candidates beside them; the scan has not counted them."""
+    needed = view.chunk.left + view.online.kv + view.online.reserved + view.decoding * view.page
+    if candidates and ours.space.free < needed + sum(length(req) for req in candidates):
+        ours.pins.release()
 
 
 def _make_room(ours: Admission, scheduler: Any, running: Any, room: Room) -> None:

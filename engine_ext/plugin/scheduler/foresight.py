@@ -57,5 +57,5 @@ def _begun_tokens(ours: Admission, scheduler: Any) -> int:
 def _uncached_share(scheduler: Any, waiting: list[Any]) -> float:
     looked_up = waiting[:LOOKED_UP]
     tokens = sum(map(length, looked_up))
-    cached = sum(sum(cached_tokens(scheduler.tree_cache, req, touches=False)) for req in looked_up)
+    cached = sum(cached_tokens(scheduler.tree_cache, req, touches=False).tokens for req in looked_up)
     return 1.0 - cached / tokens if tokens else 1.0

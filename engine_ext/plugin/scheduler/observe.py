@@ -10,8 +10,6 @@ from engine_ext.plugin.scheduler import online, preemption, resting
 from engine_ext.plugin.scheduler.admission import Admission
 from engine_ext.step.view import NO_BOUNDS, NO_CHUNK, NO_DECODES, NO_LOAD, Chunk, View
 
-ROOM = 2  # pages of each decode for which there must be room if some are left out; a step may still run
-
 
 class Seen(NamedTuple):
     """What a step is decided by. `now`: seconds of the ranks' clock. `able`: the requests of the view's columns.
@@ -35,7 +33,8 @@ def look(ours: Admission, scheduler: Any, running: Any) -> Seen:
     fixed, kv, skipped, able, needs, bounds = NO_LOAD, NO_DECODES, NO_DECODES, list[Any](), demand.needs, NO_BOUNDS
     if is_limited:
         ours.beside.pass_time(demand, now)
-        fixed, kv, skipped, able = resting.split(running, ours.running, _may_rest(ours, scheduler, running))
+        may_rest = ours.overlap is not Overlap.PDMUX and resting.can_rest(scheduler, running)
+        fixed, kv, skipped, able = resting.split(running, ours.running, may_rest)
         needs, bounds = ours.beside.needs(demand, now)
     slots = scheduler.get_num_allocatable_reqs(decoding) - (scheduler.chunked_req is not None) - demand.waiting
     view = View(
@@ -47,9 +46,9 @@ def look(ours: Admission, scheduler: Any, running: Any) -> Seen:
         kv,
         skipped,
         decoding,
-        int(running.seq_lens_cpu.sum()) if decoding else 0,
+        int(running.seq_lens_cpu.sum()) + decoding if decoding else 0,  # each reads the token that it computes, too
         ours.decoded,
-        ours.space.capacity - ours.space.free,
+        ours.space.capacity - ours.space.free - ours.pins.tokens,
         ours.beside.kept_free,
         int(scheduler.page_size),
         min(max(0, slots), ours.space.windows),
@@ -67,12 +66,3 @@ def _chunk(ours: Admission, scheduler: Any) -> Chunk:
     can_park = bool(is_ours and preemption.can_park(scheduler))
     may_park = can_park and bool(ours.may_park(req))
     return Chunk(online.uncomputed_tokens(req), len(req.prefix_indices), is_ours, can_park, may_park)
-
-
-def _may_rest(ours: Admission, scheduler: Any, running: Any) -> bool:
-    """Return whether decodes of batches may be left out of the step.
-
-    Where the KV cache might not do for all, SGLang has to see them: it retracts them, and not online requests.
-    """
-    needed = ROOM * scheduler.page_size * len(running.reqs)
-    return ours.overlap is not Overlap.PDMUX and ours.space.free >= needed and resting.can_rest(scheduler, running)

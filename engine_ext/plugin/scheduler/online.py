@@ -11,7 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.coserve.slo import DEFAULT, NAMES
 from engine_ext.plugin.marks import KIND, slo_of
-from engine_ext.plugin.scheduler.radix import cached_tokens
+from engine_ext.plugin.scheduler.radix import Cached, cached_tokens
 from engine_ext.step.view import NO_ONLINE, Online
 
 RANKS = {name: rank for rank, name in enumerate(NAMES)}  # of classes in the queue
@@ -84,11 +84,12 @@ def demand(scheduler: Any, decoding: list[Any], most: int) -> Demand:
     for place, req in enumerate(waiting):
         if tokens >= most:
             break
-        cached, on_host = cached_tokens(scheduler.tree_cache, req) if place < LOOKED_UP else (0, 0)
-        kv += -(-max(1, length(req) - cached) // page) * page
-        tokens += -(-max(1, length(req) - cached - on_host) // page) * page
-        if place == 0:  # the cached part of its prompt is free now, and in use then
-            before, first = before or cached + on_host, cached + kv + reserved + reservation(req)
+        cached = cached_tokens(scheduler.tree_cache, req) if place < LOOKED_UP else Cached(0)
+        kv += -(-max(1, length(req) - cached.on_device) // page) * page
+        tokens += -(-max(1, length(req) - cached.tokens) // page) * page
+        if place == 0:  # what only the cache keeps of its prompt is free now, and in use then
+            before = before or cached.tokens
+            first = cached.on_device - cached.in_use + kv + reserved + reservation(req)
         reserved += reservation(req)
     return Demand(decoding, prompts, len(waiting), min(tokens, most), before, kv, first, reserved)
 

@@ -1,6 +1,7 @@
 """Pins the cached prefixes that the next request of each end of the scan will use, until it comes."""
 
 import operator
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,8 +35,14 @@ class Pins:
 
     @property
     def tokens(self) -> int:
-        """The number of pinned tokens; a prefix that both ends share counts once."""
-        return sum({id(pin.node): pin.size for pin in self._pins}.values())
+        """The KV tokens that pins alone keep; what running requests use as well is theirs."""
+        locks, nodes = Counter[int](), dict[int, Any]()
+        for pin in self._pins:
+            node = pin.node
+            while node is not pin.root:
+                locks[id(node)] += 1
+                nodes[id(node)], node = node, node.parent
+        return sum(len(node.key) for name, node in nodes.items() if node.lock_ref == locks[name])
 
     def keep(self, wanted: list[Any], again: bool, room: int) -> None:
         """Pin what is cached for these requests, up to `room` tokens in all, and release all other pins.

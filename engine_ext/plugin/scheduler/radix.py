@@ -1,11 +1,23 @@
 """Says which of SGLang's caches keep what a request had computed when it leaves the engine, and how much they hold."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+
+class Cached(NamedTuple):
+    """The tokens of a prompt in SGLang's cache: `on_device`, of which running requests use `in_use`, and `on_host`."""
+
+    on_device: int
+    on_host: int = 0
+    in_use: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.on_device + self.on_host
 
 
 def is_radix_cache(tree: Any) -> bool:
@@ -16,23 +28,23 @@ def is_radix_cache(tree: Any) -> bool:
     return type(tree) is RadixCache or type(tree) is HiRadixCache
 
 
-def cached_tokens(tree: Any, req: Any, touches: bool = True) -> tuple[int, int]:
-    """Return how many tokens of the request's prompt are in SGLang's cache, and how many more of them on the host.
+def cached_tokens(tree: Any, req: Any, touches: bool = True) -> Cached:
+    """Return how many tokens of the request's prompt are in SGLang's cache.
 
     SGLang's own look-up joins the places of these tokens on the device: a kernel for each request that waits, in each
     step. Their number is known on the host. As in SGLang, a look-up makes what it finds the last that is evicted, but
-    not one that some ranks do not make (`touches`): ranks must evict alike.
+    not one that some ranks do not make (`touches`): ranks must evict alike. What is in use is told of radix caches.
     """
     key = RadixKey(req.origin_input_ids, req.extra_key)
     if not is_radix_cache(tree):
         if not touches:
-            return 0, 0
+            return Cached(0)
         found = tree.match_prefix(MatchPrefixParams(key))
-        return len(found.device_indices), found.host_hit_length
+        return Cached(len(found.device_indices), found.host_hit_length)
     if tree.disable:
-        return 0, 0
+        return Cached(0)
     key, _ = key.maybe_to_bigram_view(tree.is_eagle)
-    key, node, on_device, on_host = key.page_aligned(tree.page_size), tree.root_node, 0, 0
+    key, node, on_device, on_host, in_use = key.page_aligned(tree.page_size), tree.root_node, 0, 0, 0
     now = time.monotonic()
     if touches:
         node.last_access_time = now
@@ -47,7 +59,8 @@ def cached_tokens(tree: Any, req: Any, touches: bool = True) -> tuple[int, int]:
             on_host += size
         else:
             on_device += size
+            in_use += size if node.lock_ref > 0 else 0
         if size < len(node.key):
             break
         key = key[size:]
-    return on_device, on_host
+    return Cached(on_device, on_host, in_use)

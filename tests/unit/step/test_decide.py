@@ -50,7 +50,7 @@ def step(view: View, memory: Memory | None = None, waiting: int = 50, prompt: in
 
 def divided(view: View) -> Share:
     """Return how a step is divided between online requests and batches."""
-    return share(fresh(), view, np.zeros(len(view.kv), dtype=np.bool_))
+    return share(fresh(), view, np.zeros(len(view.kv), dtype=np.bool_), True)
 
 
 def fresh(profiled: Profiled | None = None, least_share: float = 0.0) -> Memory:
@@ -99,6 +99,12 @@ def test_a_token_that_is_due_soon_leaves_decodes_of_batches_out() -> None:
     assert relaxed.plan.left_out == relaxed.rests.sum() < found.rests.sum()
 
 
+def test_nobody_rests_where_the_kv_cache_might_not_do_for_all() -> None:
+    needs = NO_ONLINE._replace(decoding=1, slack_s=0.006)
+    found = step(beside(needs, 200, 5000, used=CAPACITY - 300, theirs=1))
+    assert found.plan.left_out == found.rests.sum() == 0
+
+
 def test_a_late_prompt_still_gets_a_page() -> None:
     assert divided(beside(prompts(500, decoding=1, slack_s=-1.0), theirs=1)).online == PAGE
 
@@ -115,9 +121,9 @@ def test_what_batches_are_owed_they_get_at_a_chunk_a_time() -> None:
     needs = prompts(LARGEST, first_slack_s=-1.0)
     memory = fresh(Profiled(prompts_alone=True), 1 / 8)
     rests = np.zeros(0, dtype=np.bool_)
-    assert share(memory, beside(needs), rests).most == LARGEST
+    assert share(memory, beside(needs), rests, True).most == LARGEST
     memory.owed_s[0], memory.in_vain[0] = 1.0, False
-    assert share(memory, beside(needs), rests).most == LARGEST + LARGEST // 8
+    assert share(memory, beside(needs), rests, True).most == LARGEST + LARGEST // 8
 
 
 @pytest.mark.parametrize(
