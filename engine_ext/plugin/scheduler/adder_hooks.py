@@ -46,18 +46,27 @@ def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw
 def continue_chunk(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """Let an online prompt that is computed in chunks leave room in the step to those whose turn is before its.
 
-    SGLang gives such a prompt whole steps, one after the other.
+    SGLang gives such a prompt whole steps, one after the other. What it reserves for its answer holds.
     """
-    first, most = getattr(req, "batchweave_first", ()), adder.rem_chunk_tokens
-    if not first or most is None:
-        return original(adder, req, *args, **kwargs)
-    needed = (max(1, online.length(each) - cached_tokens(adder.tree_cache, each).tokens) for each in first)
-    left_out = max(0, most - turns.chunk_tokens(needed, most, adder.page_size))
-    adder.rem_chunk_tokens -= left_out
+    left_out = _left_to_others(adder, req)
+    if left_out:
+        adder.rem_chunk_tokens -= left_out
     try:
         return original(adder, req, *args, **kwargs)
     finally:
-        adder.rem_chunk_tokens += left_out
+        if left_out:
+            adder.rem_chunk_tokens += left_out
+        if _admits(adder) and not is_ours(req):
+            adder.batchweave_reserved = adder.rem_total_token_offset - adder.cur_rem_token_offset
+
+
+def _left_to_others(adder: Any, req: Any) -> int:
+    """Return the prompt tokens of the step that a prompt in chunks leaves to others."""
+    first, most = getattr(req, "batchweave_first", ()), adder.rem_chunk_tokens
+    if not first or most is None:
+        return 0
+    needed = (max(1, online.length(each) - cached_tokens(adder.tree_cache, each).tokens) for each in first)
+    return max(0, most - turns.chunk_tokens(needed, most, adder.page_size))
 
 
 def _admits(adder: Any) -> bool:

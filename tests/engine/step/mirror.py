@@ -172,7 +172,7 @@ def _put_on_engine(engine: SharedEngine, cache: Cache, decoding: Column, chunked
         r = engine.requests[chunked]
         lock(cache, heap, r.leaf)
         grow(cache, heap, r.generated)
-        r.state, r.left = PREFILL, left
+        r.state, r.left, r.held = PREFILL, left, r.generated
         engine.prefilling[0] = chunked
         totals.prefilling = 1
 
