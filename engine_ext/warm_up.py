@@ -73,7 +73,7 @@ def main() -> None:
         if is_done():
             return
         started = time.monotonic()
-        print("Compiling the loops of planner and scheduler (once, about a minute) …", file=sys.stderr, flush=True)
+        print("Compiling the loops of planner and scheduler (once, one or two minutes) …", file=sys.stderr, flush=True)
         compile_planner()
         compile_scan()
         compile_coserve()

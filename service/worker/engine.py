@@ -66,7 +66,7 @@ def make_engine(
     say(
         "starts the engine"
         if warm_up.is_done()
-        else "starts the engine and compiles the scan, which takes about a minute the first time"
+        else "starts the engine and compiles the scan, which takes one or two minutes the first time"
     )
     nodes = Nodes.of(settings)
     arguments = {**settings.engine_args, **_parsers(settings), **({} if nodes is None else nodes.engine_args)}
