@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import time
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
@@ -24,6 +25,7 @@ from service.requests.files import EXAMPLE, opened
 from service.terminal import JsonOption, fail, interrupted, print_json, said
 
 _ID = re.compile(r"file-\w+")
+CHECKED_S = 5.0  # for which `submit` waits for the check of its file, whose faults it then says at once
 FIRST_LINE_BYTES = 16 * 1024 * 1024
 WaitOption = Annotated[bool, typer.Option("--wait", help="Show progress until the batch finishes.")]
 OutputOption = Annotated[
@@ -66,7 +68,7 @@ def submit(
     url: UrlOption = LOCAL_URL,
     key: KeyOption = NO_KEY,
 ) -> None:
-    """Upload a file, run it as a batch, and print the batch's id.
+    """Upload a file, run it as a batch, and print the batch's id, once its file is checked or after five seconds.
 
     Ctrl-C stops watching, not the batch: `batchweave batches wait ID` watches it again. Exit codes: 0 done, 3 some
     requests failed, 4 the batch failed, expired or was cancelled, 1 anything else. Examples:
@@ -107,8 +109,18 @@ def submit(
         if show_plan:
             batch, runs = preview(client, batch.id)
         watched = runs and (wait or output is not None)
-        code = started(client, batch, watched or batch.status in ENDED, output, as_json, is_warned=show_plan)
+        if not (watched or show_plan):
+            batch = _checked(client, batch)
+        code = started(client, batch, watched or batch.status in ENDED, output, as_json, is_warned=not watched)
     raise typer.Exit(code)
+
+
+def _checked(client: Client, batch: Batch) -> Batch:
+    """Wait until the batch's file is checked, for some seconds at most; return the batch as it is then."""
+    ends_at = time.monotonic() + CHECKED_S
+    with suppress(AnswerError, Away, KeyboardInterrupt):  # the batch is there, and runs
+        return follow(client, batch.id, lambda each: each.status != "validating" or time.monotonic() >= ends_at)
+    return batch
 
 
 def started(

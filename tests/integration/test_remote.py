@@ -90,6 +90,22 @@ async def test_all_is_well_is_zero_and_a_bad_file_four(harness: Harness, url: st
     assert "its file has 1 error, and nothing ran. Correct the file and submit it again" in said
 
 
+async def test_faults_of_a_file_are_said_though_nobody_waits(harness: Harness, url: str, tmp_path: Path) -> None:
+    path = write(tmp_path, [line(n, body={**line(n)["body"], "model": "another"}) for n in range(2)])
+    code, printed, said = await run_beside_the_jobs(harness, ScriptedEngine(), url, "submit", path)
+    assert (code, printed.startswith("batch_")) == (4, True)
+    assert "line 1: The model 'another' does not exist here" in said
+    path = write(tmp_path, [line(n, body={**line(n)["body"], "maxtokens": 5}) for n in range(2)])
+    code, printed, said = await run_beside_the_jobs(harness, ScriptedEngine(), url, "submit", path, "--json")
+    assert (code, said.count("no engine knows the parameter 'maxtokens'")) == (0, 1)
+    assert json.loads(printed)["status"] != "validating"
+
+
+async def test_what_takes_long_to_check_is_not_waited_for(url: str, tmp_path: Path) -> None:
+    code, printed, _ = await run(url, "submit", write(tmp_path, [line(1)]), "--json")
+    assert (code, json.loads(printed)["status"]) == (0, "validating")
+
+
 async def test_a_misspelt_parameter_is_named_once(harness: Harness, url: str, tmp_path: Path) -> None:
     right = line(1)["body"]
     lines = [line(n, body={**right, "maxtokens": 5} if n < 3 else right) for n in range(5)]
