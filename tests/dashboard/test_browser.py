@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager
 
 import pytest
-from playwright.async_api import FilePayload, Page, expect
+from playwright.async_api import FilePayload, Page, Route, expect
 
 from service.dashboard.views import TICK_S
 from service.db.tables import DEFAULT_PROJECT
@@ -338,6 +338,31 @@ async def test_what_is_typed_outlasts_the_ticks(page: Page, harness: Harness) ->
     await expect(limit).to_have_value("77")
     await page.get_by_role("button", name="Answer again").click()
     await expect(page.get_by_text("max_tokens 77")).to_be_visible()
+
+
+@pytest.mark.slow
+async def test_what_is_typed_outlasts_a_tick_that_was_under_way(page: Page, harness: Harness) -> None:
+    batch_id = await harness.submit(jsonl([line(1, body={**line(1)["body"], "max_tokens": 1})]))
+    await harness.plan()
+    async with harness.working(ScriptedEngine()):
+        await harness.until_ended(batch_id)
+    await page.goto(f"/dashboard/batches/{batch_id}")
+    await page.get_by_text("Retry 1 cut off").click()
+    asked, typed = asyncio.Event(), asyncio.Event()
+
+    async def late(route: Route) -> None:
+        asked.set()
+        await typed.wait()
+        await route.continue_()
+
+    await page.route(f"**/dashboard/batches/{batch_id}", late)
+    await asyncio.wait_for(asked.wait(), 60)
+    await page.get_by_label("max_tokens").fill("77")
+    async with page.expect_response(f"**/dashboard/batches/{batch_id}") as response:
+        typed.set()
+    await (await response.value).finished()
+    await asyncio.sleep(0.5)  # in which it would be swapped in
+    await expect(page.get_by_label("max_tokens")).to_have_value("77")
 
 
 @pytest.mark.slow

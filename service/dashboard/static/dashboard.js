@@ -45,7 +45,11 @@ function keepState() {
   const alike = (like) => [...document.querySelectorAll(REACHED)].filter((each) => name(each) === like);
   let focus = null;
   let open = [];
-  document.addEventListener("htmx:beforeSwap", ({ target }) => {
+  document.addEventListener("htmx:beforeSwap", ({ target, detail }) => {
+    if (target.matches('[hx-trigger="tick"]') && isMarked(target)) {
+      detail.shouldSwap = false; // this tick was asked for before
+      return;
+    }
     const here = document.activeElement;
     open = [...target.querySelectorAll("details[open] > summary")].map(name);
     focus = target.contains(here) ? { like: name(here), at: alike(name(here)).indexOf(here) } : null;
