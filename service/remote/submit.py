@@ -14,7 +14,7 @@ import typer
 
 from service.errors import CommandError
 from service.remote.accept import AcceptOption, accept_of
-from service.remote.client import AnswerError, Away, Client
+from service.remote.client import AnswerError, Away, Client, NotAService
 from service.remote.download import can_be_written, download
 from service.remote.follow import ENDED, extras, follow, report
 from service.remote.preview import can_ask, preview
@@ -111,14 +111,16 @@ def submit(
         watched = runs and (wait or output is not None)
         if not (watched or show_plan):
             batch = _checked(client, batch)
-        code = started(client, batch, watched or batch.status in ENDED, output, as_json, is_warned=not watched)
+        is_warned = show_plan or not watched
+        code = started(client, batch, watched or batch.status in ENDED, output, as_json, is_warned)
     raise typer.Exit(code)
 
 
 def _checked(client: Client, batch: Batch) -> Batch:
     """Wait until the batch's file is checked, for some seconds at most; return the batch as it is then."""
     ends_at = time.monotonic() + CHECKED_S
-    with suppress(AnswerError, Away, KeyboardInterrupt):  # the batch is there, and runs
+    # The batch is there, and runs, whatever is heard of it now.
+    with suppress(AnswerError, Away, NotAService, KeyboardInterrupt), client.trying_once(CHECKED_S):
         return follow(client, batch.id, lambda each: each.status != "validating" or time.monotonic() >= ends_at)
     return batch
 
