@@ -133,7 +133,7 @@ def _choose_strict(pools: Pools, predictor: Predictor, rules: Pooling) -> None:
             count += 1
     load = Load(came, 0.0, came, totals.online_decoding, totals.online_kv)
     rests = np.zeros(count, dtype=np.bool_)
-    harvest(predictor, load, kv[:count], skipped[:count], rests, rules.limit_s, 0, 0, True)
+    harvest(predictor, load, kv[:count], skipped[:count], rests, rules.limit_s, 0, 0)
     for k in range(count):
         requests[of_batch[k]].rests = 1 if rests[k] else 0
 

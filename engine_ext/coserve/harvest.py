@@ -35,9 +35,8 @@ def harvest(
     limit_s: float,
     before: int,
     most: int,
-    may_rest: bool,
 ) -> Harvest:
-    """Choose the batches' part of a step, and write into `rests` which of their decodes it leaves out, if any may rest.
+    """Choose the batches' part of a step, and write into `rests` which of their decodes it leaves out.
 
     `online`: what the step does for online requests. `kv`, `skipped`: by decode of a batch, int64 [decodes], the KV
     tokens that it reads and for how many steps running it was left out. `before`: the computed tokens of the prompt
@@ -50,7 +49,7 @@ def harvest(
         beside = with_chunk(online, before, riding) if riding > 0 else online
     rests[:] = False
     count, tokens = len(kv), int(kv.sum())
-    if may_rest and with_margin(predictor, with_decodes(beside, count, tokens)) > limit_s:
+    if with_margin(predictor, with_decodes(beside, count, tokens)) > limit_s:
         count, tokens = _longest_prefix(predictor, beside, kv, skipped, rests, limit_s)
     load = with_decodes(online, count, tokens)
     return Harvest(len(kv) - count, max(riding, longest_chunk(predictor, load, before, limit_s, most)))

@@ -13,7 +13,7 @@ from engine_ext.compiled import brief, compiled
 from engine_ext.coserve.governor import governed
 from engine_ext.coserve.harvest import harvest
 from engine_ext.coserve.limit import NOT_PROFILED, PAGE, step_limit, while_prompts_wait
-from engine_ext.coserve.predictor import Load, longest_chunk, predict, with_chunk, with_margin
+from engine_ext.coserve.predictor import Load, longest_chunk, predict, with_chunk, with_decodes, with_margin
 from engine_ext.scan.decide import ANY_NUMBER, next_of
 from engine_ext.scan.decide import decide as ask_scan
 from engine_ext.scan.state import LEFT, RIGHT, State
@@ -75,13 +75,14 @@ def share(memory: Memory, view: View, rests: Bools, may_rest: bool) -> Share:
     """
     needs, due = view.online, 0 if memory.in_vain[0] else view.online.due
     memory.in_vain[0] = needs.prompts > 0
-    online = _online_tokens(memory, view)
-    load = with_chunk(view.fixed, needs.before, online) if online > 0 else view.fixed
+    able = len(view.kv) if may_rest else 0
+    fixed = view.fixed if may_rest else with_decodes(view.fixed, len(view.kv), int(view.kv.sum()))
+    online = _online_tokens(memory, view, fixed)
+    load = with_chunk(fixed, needs.before, online) if online > 0 else fixed
     limit_s = _limit(memory, view, load, online, due)
     before = view.chunk.computed if view.chunk.is_ours else 0
-    found = harvest(
-        memory.predictor, load, view.kv, view.skipped, rests, limit_s, before, max(0, view.largest - online), may_rest
-    )
+    kv, skipped, most = view.kv[:able], view.skipped[:able], max(0, view.largest - online)
+    found = harvest(memory.predictor, load, kv, skipped, rests[:able], limit_s, before, most)
     tokens = found.prompt_tokens
     if needs.decoding + due == 0:  # nobody waits for this step; a limit that no step can keep must not end batches
         tokens = max(tokens, PAGE)
@@ -95,14 +96,17 @@ def share(memory: Memory, view: View, rests: Bools, may_rest: bool) -> Share:
 
 
 @compiled
-def _online_tokens(memory: Memory, view: View) -> int:
-    """Return the step's tokens of online prompts: as many as end before the next token of one that decodes is due."""
+def _online_tokens(memory: Memory, view: View, fixed: Load) -> int:
+    """Return the step's tokens of online prompts: as many as end before the next token of one that decodes is due.
+
+    `fixed`: the decodes that are in the step in any case.
+    """
     needs = view.online
     if needs.tokens == 0:
         return 0
-    alone_s = predict(memory.predictor, view.fixed)
+    alone_s = predict(memory.predictor, fixed)
     limit_s = step_limit(view.bounds, NOT_PROFILED, needs.slack_s, alone_s, needs.decoding, False)
-    fitting = longest_chunk(memory.predictor, view.fixed, needs.before, limit_s, needs.tokens)
+    fitting = longest_chunk(memory.predictor, fixed, needs.before, limit_s, needs.tokens)
     return min(needs.tokens, max(fitting, PAGE))
 
 

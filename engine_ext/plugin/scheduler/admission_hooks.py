@@ -49,9 +49,12 @@ def enqueue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any,
 
 
 def begin_step(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Show SGLang all that decode, with those that the last step left out."""
+    """Show SGLang all that decode, with those that the last step left out, and without those that have ended."""
     if "running_batch" in kwargs:  # else it is no loop of an engine that the scan drives
-        kwargs["running_batch"] = _all_decodes(admission_of(scheduler), kwargs["running_batch"])
+        ours = admission_of(scheduler)
+        kwargs["running_batch"] = running = _all_decodes(ours, kwargs["running_batch"])
+        if (ours.waiting or ours.running) and ours.overlap is not Overlap.PDMUX:  # there they decode while SGLang asks
+            _drop_ended(running)
     return original(scheduler, *args, **kwargs)
 
 
@@ -159,8 +162,6 @@ def _room_for_prefixes(ours: Admission, scheduler: Any, view: View, plan: StepPl
 
 def _note_last_step(ours: Admission, scheduler: Any, running: Any, is_beside: bool) -> bool:
     """Note what has ended and what is in the cache now; return whether any request has ended."""
-    if not is_beside:  # there they decode while SGLang asks
-        _drop_ended(running)
     ours.copies.begin_step()
     changed = ours.notice_ends(running.reqs, scheduler.chunked_req)
     ours.notice_stored()

@@ -8,6 +8,7 @@ from engine_ext.plugin.scheduler.adapters import held_back, waits_for_adapter
 from engine_ext.plugin.scheduler.admission import Admission
 from engine_ext.plugin.scheduler.member import Reason
 from engine_ext.plugin.scheduler.online import is_ours, length
+from engine_ext.plugin.scheduler.radix import cached_tokens
 from engine_ext.step.plan import Room, StepPlan
 from engine_ext.step.view import View
 
@@ -40,11 +41,11 @@ def apply(
     rests = _clear_the_way(ours, scheduler, running, plan, rests)
     candidates = [ours.by_key[key].req for key in admitted]
     ours.ranks.agree(plan.budget, [req.rid for req in (*candidates, *ours.made_way, *rests)], ours.scan.is_ready)
+    _make_room_among_pins(ours, scheduler, view, candidates)
     nothing_waits = not scheduler.waiting_queue and not scheduler.grammar_manager.has_waiting_grammars()
     if (plan.budget == 0 and nothing_waits) or ours.turns.are_decodes(running):
         ours.note_refused(candidates, first_blocks=False)
         return Done(None, running, rests)
-    _make_room_among_pins(ours, view, candidates)
     batch, running_after = _prefill(ours, scheduler, running, candidates, plan.budget, ask_sglang)
     return Done(batch, running_after, rests)
 
@@ -66,10 +67,15 @@ def _clear_the_way(ours: Admission, scheduler: Any, running: Any, plan: StepPlan
     return rests
 
 
-def _make_room_among_pins(ours: Admission, view: View, candidates: list[Any]) -> None:
-    """Release all pins if SGLang might not find room for the candidates beside them; the scan has not counted them."""
-    needed = view.chunk.left + view.online.kv + view.online.reserved + view.decoding * view.page
-    if candidates and ours.space.free < needed + sum(length(req) for req in candidates):
+def _make_room_among_pins(ours: Admission, scheduler: Any, view: View, candidates: list[Any]) -> None:
+    """Release all pins if SGLang might not find room beside them for the step; the decision has not counted them."""
+    left = view.chunk.left if view.chunk.is_ours else 0  # an online one is among `kv`
+    needed = left + view.online.kv + view.online.reserved + view.decoding * view.page
+    free = ours.space.free
+    if free >= needed + sum(length(req) for req in candidates):
+        return
+    own = sum(length(req) - cached_tokens(scheduler.tree_cache, req).in_use for req in candidates)
+    if free < needed + own:
         ours.pins.release()
 
 

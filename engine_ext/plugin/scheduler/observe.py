@@ -53,7 +53,7 @@ def look(ours: Admission, scheduler: Any, running: Any) -> Seen:
         int(scheduler.page_size),
         min(max(0, slots), ours.space.windows),
         ours.most_prompt_tokens(scheduler, decoding),
-        bool(ours.overlap.mixes and ours.not_mixed <= 0 and not running.return_logprob),
+        bool(ours.overlap.mixes and ours.not_mixed <= 0 and not (decoding and running.return_logprob)),
     )
     return Seen(view, now, able, np.zeros(len(able), dtype=np.bool_))
 

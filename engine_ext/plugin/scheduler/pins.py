@@ -15,7 +15,6 @@ MOST = 0.1  # share of the KV cache that one end may pin: pins without a bound w
 
 
 class Pin(NamedTuple):
-    size: int
     node: Any
     root: Any
 
@@ -53,24 +52,30 @@ class Pins:
         if is_same and not again and self.tokens <= room:
             return
         before, self._pins, self._wanted = self._pins, [], wanted
-        for req in wanted:
-            room -= self._pin(req, room)
-        for pin in before:  # last, so that a prefix that stays pinned is never free in between
+        for pin in before:
             if pin.root is self.tree.root_node:  # the cache was not flushed since
                 self.tree.dec_lock_ref(pin.node)
+        for req in wanted:
+            room -= self._pin(req, room)
 
     def release(self) -> None:
         """Release all pins."""
         self.keep([], again=False, room=0)
 
     def _pin(self, req: Any, room: int) -> int:
-        """Pin what is cached for this request, unless that is too little or too much; return its tokens."""
+        """Pin what is cached for this request, unless that is too little or too much.
+
+        Returns the tokens that nobody had locked before.
+        """
         if not is_radix_cache(self.tree):
             return 0
         found = self.tree.match_prefix(MatchPrefixParams(RadixKey(req.origin_input_ids, req.extra_key)))
-        size = len(found.device_indices)
-        if not LEAST <= size <= min(MOST * self.capacity, room):
+        size, node, taken = len(found.device_indices), found.last_device_node, 0
+        while node is not self.tree.root_node:
+            taken += len(node.key) if node.lock_ref == 0 else 0
+            node = node.parent
+        if not LEAST <= size <= MOST * self.capacity or taken > room:
             return 0
         self.tree.inc_lock_ref(found.last_device_node)
-        self._pins.append(Pin(size, found.last_device_node, self.tree.root_node))
-        return size
+        self._pins.append(Pin(found.last_device_node, self.tree.root_node))
+        return taken

@@ -11,6 +11,7 @@ from tests.engine.step.scenes import Compared, compare, scene_engine
 SCENES = 12  # of the 200 that `python -m tests.engine.step.scenes` plays
 
 
+@pytest.mark.timeout(1800)  # it may have to compile all loops of the simulator
 def test_sglang_and_the_simulator_take_the_same_steps(demo: Path, tmp_path: Path) -> None:
     found = Compared()
     with scene_engine(demo, tmp_path) as engine:

@@ -143,7 +143,7 @@ def test_a_step_with_harvest_keeps_its_limit(
     predictor, load = new_predictor(NUMBERS), Load(0, 0.0, 0, online, online * 1000)
     kv, skipped = (np.array([each[k] for each in batch], dtype=np.int64) for k in range(2))
     rests = np.zeros(len(batch), dtype=np.bool_)
-    found = harvest(predictor, load, kv, skipped, rests, limit_s, 0, most, True)
+    found = harvest(predictor, load, kv, skipped, rests, limit_s, 0, most)
     assert found.left_out == np.count_nonzero(rests)
     whole = with_decodes(load, len(kv) - found.left_out, int(kv[~rests].sum()))
     if found.prompt_tokens:
@@ -172,7 +172,7 @@ def test_no_decode_is_left_out_for_ever() -> None:
     rests = np.zeros(10, dtype=np.bool_)
     limit_s = float(predict(predictor, with_decodes(NOTHING, 2, 110_000)))
     for _ in range(1000):
-        found = harvest(predictor, NOTHING, kv, skipped, rests, limit_s, 0, 0, True)
+        found = harvest(predictor, NOTHING, kv, skipped, rests, limit_s, 0, 0)
         assert found.left_out < 10
         skipped[:] = np.where(rests, skipped + 1, 0)
         longest = max(longest, int(skipped.max()))
@@ -190,7 +190,7 @@ def test_harvest_falls_at_once_and_comes_back_without_swinging() -> None:
     def steps(count: int, limit_s: float) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
         for _ in range(count):
-            left_out, tokens = harvest(predictor, online, kv, skipped, rests, limit_s, 0, 512, True)
+            left_out, tokens = harvest(predictor, online, kv, skipped, rests, limit_s, 0, 512)
             skipped[:] = np.where(rests, skipped + 1, 0)
             found.append((left_out, tokens))
         return found

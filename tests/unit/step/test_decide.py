@@ -8,7 +8,7 @@ import pytest
 
 from engine_ext.arrays import Bools
 from engine_ext.coserve.limit import PAGE, Profiled
-from engine_ext.coserve.predictor import Load
+from engine_ext.coserve.predictor import Load, with_decodes
 from engine_ext.coserve.slo import Bounds
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
@@ -103,6 +103,14 @@ def test_nobody_rests_where_the_kv_cache_might_not_do_for_all() -> None:
     needs = NO_ONLINE._replace(decoding=1, slack_s=0.006)
     found = step(beside(needs, 200, 5000, used=CAPACITY - 300, theirs=1))
     assert found.plan.left_out == found.rests.sum() == 0
+
+
+def test_decodes_that_may_not_rest_leave_online_prompts_less_of_the_step() -> None:
+    view = beside(prompts(1500, decoding=1, slack_s=0.02), 200, 2000, theirs=1)
+    fixed = view._replace(fixed=with_decodes(view.fixed, 200, 200 * 2000), kv=view.kv[:0], skipped=view.skipped[:0])
+    found, same = (share(fresh(), each, np.zeros(len(each.kv), dtype=np.bool_), False) for each in (view, fixed))
+    assert found == same
+    assert PAGE < found.online < divided(view).online
 
 
 def test_a_late_prompt_still_gets_a_page() -> None:
