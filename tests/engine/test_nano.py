@@ -130,6 +130,9 @@ def test_what_halves_cannot_go_with(demo: Path, given: dict[str, Any], word: str
     assert overlap.choose(Overlap.NANO, str(demo), {}) is Overlap.NANO
 
 
+TRIES = 5  # what rides together depends on when a plan is ready, and few steps here are worth two halves
+
+
 @pytest.fixture(params=["llama", "qwen2", "qwen3"])
 def model(request: pytest.FixtureRequest, demo: Path, tmp_path: Path) -> Path:
     """The demo's Llama, and the same weights as a Qwen 2 with biases and a Qwen 3 with norms of queries and keys."""
@@ -182,8 +185,11 @@ def test_answers_are_those_of_whole_steps(run: Any, model: Path) -> None:
     for workload in (both_ends, documents, giant) if config["model_type"] == "llama" else (both_ends,):
         requests = workload()
         whole, halves = run(requests, mixed=False), run(requests, mixed=True)
-
-        assert halves["answers"] == whole["answers"]
+        for _ in range(TRIES):
+            assert halves["answers"] == whole["answers"]
+            if halves["state"]["nano_steps"] > split:
+                break
+            halves = run(requests, mixed=True)
         assert halves["overlap"] == "nano"
         assert halves["state"]["nano_refused"] is None
         assert whole["state"]["nano_steps"] == split
