@@ -95,6 +95,17 @@ def test_what_runs_is_not_kept_by_pins(tree: Any) -> None:
     assert pins.tokens == 160
 
 
+def test_a_prefix_that_runs_takes_no_room(tree: Any) -> None:
+    insert(tree, ids(0, 300))
+    tree.inc_lock_ref(tree.match_prefix(MatchPrefixParams(RadixKey(ids(0, 300), None))).last_device_node)
+    pins = Pins(tree, 10_000)
+    pins.keep([Req(ids(0, 300))], again=False, room=1)
+    node = tree.match_prefix(MatchPrefixParams(RadixKey(ids(0, 300), None))).last_device_node
+    assert (node.lock_ref, pins.tokens) == (2, 0)
+    tree.dec_lock_ref(node)
+    assert pins.tokens == 300
+
+
 def test_too_much_is_not_kept_and_too_little_neither(tree: Any) -> None:
     insert(tree, ids(0, 1100))
     insert(tree, ids(5000, 10))

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.integration.harness import jsonl
+
 
 def start(url: str, *arguments: object, folder: Path | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "service.cli", *(str(each) for each in arguments)]
@@ -21,3 +23,10 @@ async def run(url: str, *arguments: object, folder: Path | None = None) -> tuple
     output, errors = await asyncio.to_thread(process.communicate, None, 60)
     assert "Traceback" not in errors
     return process.returncode, output, errors
+
+
+def write(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    """Write a file of requests, and return its path."""
+    path = folder / "in.jsonl"
+    path.write_bytes(jsonl(lines))
+    return path

@@ -72,7 +72,7 @@ def _make_room_among_pins(ours: Admission, scheduler: Any, view: View, candidate
     left = view.chunk.left if view.chunk.is_ours else 0  # an online one is among `kv`
     needed = left + view.online.kv + view.online.reserved + view.decoding * view.page
     free = ours.space.free
-    if free >= needed + sum(length(req) for req in candidates):
+    if free >= needed + sum(length(req) for req in candidates) or ours.pins.tokens == 0:
         return
     own = sum(length(req) - cached_tokens(scheduler.tree_cache, req).in_use for req in candidates)
     if free < needed + own:

@@ -2,6 +2,7 @@
 
 import operator
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,10 +38,9 @@ class Pins:
         """The KV tokens that pins alone keep; what running requests use as well is theirs."""
         locks, nodes = Counter[int](), dict[int, Any]()
         for pin in self._pins:
-            node = pin.node
-            while node is not pin.root:
+            for node in _path(pin.node, pin.root):
                 locks[id(node)] += 1
-                nodes[id(node)], node = node, node.parent
+                nodes[id(node)] = node
         return sum(len(node.key) for name, node in nodes.items() if node.lock_ref == locks[name])
 
     def keep(self, wanted: list[Any], again: bool, room: int) -> None:
@@ -70,12 +70,17 @@ class Pins:
         if not is_radix_cache(self.tree):
             return 0
         found = self.tree.match_prefix(MatchPrefixParams(RadixKey(req.origin_input_ids, req.extra_key)))
-        size, node, taken = len(found.device_indices), found.last_device_node, 0
-        while node is not self.tree.root_node:
-            taken += len(node.key) if node.lock_ref == 0 else 0
-            node = node.parent
+        size, path = len(found.device_indices), _path(found.last_device_node, self.tree.root_node)
+        taken = sum(len(node.key) for node in path if node.lock_ref == 0)
         if not LEAST <= size <= MOST * self.capacity or taken > room:
             return 0
         self.tree.inc_lock_ref(found.last_device_node)
         self._pins.append(Pin(found.last_device_node, self.tree.root_node))
         return taken
+
+
+def _path(node: Any, root: Any) -> Iterator[Any]:
+    """Yield the nodes of a prefix, the last first, without the root."""
+    while node is not root:
+        yield node
+        node = node.parent

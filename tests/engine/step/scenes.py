@@ -181,7 +181,8 @@ def main() -> None:
                 print(f"scene {seed}: {found.steps} steps so far, {len(found.differences)} differences", flush=True)
                 print("".join(f"{each}\n" for each in found.differences[known:]), end="", flush=True)
     counts = ", ".join(f"{name} {getattr(found, name)}" for name in Compared.__slots__ if name != "differences")
-    sys.exit(f"{counts}; {len(found.differences)} differences" if found.differences else print(counts))
+    print(f"{counts}; {len(found.differences)} differences")
+    sys.exit(bool(found.differences))
 
 
 if __name__ == "__main__":
