@@ -273,6 +273,8 @@ def _object_risk(value: dict[str, Any], counts: dict[str, int], different: set[A
     counted = any(value.get(each) is not None for each in ("minProperties", "maxProperties"))
     if counted and isinstance(properties, dict) and len(properties) > MOST_COUNTED_PROPERTIES:
         return f"has an object with minProperties or maxProperties and more than {MOST_COUNTED_PROPERTIES} properties"
+    if empty := [each for each in ("enum", "type", *_CHOICES) if value.get(each) == []]:
+        return f"has an empty '{empty[0]}', so that no answer can meet it"
     if isinstance(enum, list) and len(enum) > MOST_ENUM:
         return f"has an enum with {len(enum)} values; at most {MOST_ENUM} are allowed"
     if isinstance(kind, list) and (len(kind) > MOST_TYPES or not all(isinstance(each, str) for each in kind)):

@@ -90,6 +90,10 @@ def without_effect(
         yield "top_logprobs", "it needs logprobs: true"
     if endpoint == "/v1/responses" and (body.get("top_logprobs") or "message.output_text.logprobs" in _included(body)):
         yield "top_logprobs", "this endpoint returns no log probabilities; /v1/chat/completions does"
+    if endpoint == "/v1/responses" and body.get("store"):
+        yield "store", "responses are not kept on their own"
+    if endpoint == "/v1/responses" and body.get("truncation") == "auto":
+        yield "truncation", "what is too long is refused"
     calls = endpoint in ("/v1/chat/completions", "/v1/responses")
     if calls and body.get("tools") and body.get("tool_choice") != "none" and not finds_calls:
         yield "tools", f"{LAST} finds no tool calls in answers (BATCHWEAVE_TOOL_PARSER)"

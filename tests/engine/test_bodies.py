@@ -124,6 +124,18 @@ def test_what_would_be_left_out_is_refused(
     assert (found["status_code"], found["error"]["param"]) == (400, param), found
 
 
+def test_a_schema_that_cannot_be_compiled_is_refused_without_a_place_in_the_engine(engine: EngineProcess[Any]) -> None:
+    schema = {"type": "string", "minLength": 5, "maxLength": 2}
+    body = {
+        "messages": HELLO,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+    }
+    found = engine.do(ask, CHAT, body)
+    message = "response_format has a schema that cannot be compiled: minLength 5 is greater than maxLength 2"
+    assert (found["status_code"], found["error"]["param"]) == (400, "response_format")
+    assert found["error"]["message"] == message
+
+
 def test_a_body_is_not_changed_itself() -> None:
     body = {"stop": ["", "x"], "tools": [TOOL], "messages": history(""), "top_p": 0}
     before = json.dumps(body)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine_ext.plugin.worker.messages import fault_of
-from engine_ext.plugin.worker.refusals import code_and_param, in_short
+from engine_ext.plugin.worker.refusals import code_and_param, in_short, nearest
 
 DATA = b"data: "
 
@@ -71,10 +71,8 @@ def refused(error: Exception, fields: dict[str, Any]) -> Answer:
         return Answer(400, error_body(f"{fault[0]} {fault[1]}.", fault[0]))
     if not isinstance(error, ValidationError):
         return Answer(400, error_body("A field has the wrong type.", None))
-    # A value that fits no branch of a union has an error for each branch: the longest path is the closest branch.
-    nearest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
-    param = ".".join(str(part) for part in nearest["loc"] if isinstance(part, int) or part[:1].islower())
-    return Answer(400, error_body(f"{param}: {nearest['msg'].removeprefix('Value error, ')}", param))
+    param, reason = nearest(error.errors(include_url=False, include_input=False), fields)
+    return Answer(400, error_body(f"{param}: {reason}", param))
 
 
 def failed(status_code: int, body: bytes, fields: dict[str, Any]) -> Answer:

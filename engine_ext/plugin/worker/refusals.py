@@ -1,7 +1,7 @@
 """Says by field and code what SGLang refuses in words alone."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine_ext.plugin.worker.messages import fault_in
@@ -10,20 +10,50 @@ from engine_ext.plugin.worker.messages import fault_in
 _TOO_LONG = re.compile(r"context length|max_req_input_len|is too long")
 _PLACE = re.compile(r"([a-z_]+)(?:\.[0-9a-z_]+)+(?= )")
 _FIELD = re.compile(r"([a-z][a-z_]*) (?:must|should|has|cannot)\b")
-
+# The words of xgrammar, after its time of day and its line of C++.
+_GRAMMAR = re.compile(r"Failed to compile [a-z_]+ grammar: (?:\[[\d:]+\] \S+:\d+: )?(.*)", re.DOTALL)
+_GRAMMARS = ("response_format", "text", "tools")  # fields that bind an answer to a grammar
 
 MOST_SAID = 300  # characters of what SGLang says
+MOST_BRANCHES = 4  # of a union, that a message names
 PROMPTS = ("messages", "prompt", "input", "items", "documents")
 
 
 def in_short(message: str, fields: Mapping[str, Any]) -> str:
-    """Return what a message says, without the list of all that a value might have been."""
+    """Return what a message says, without the list of all that a value might have been, or a place in SGLang's code."""
+    if found := _GRAMMAR.match(message):
+        field = next((name for name in _GRAMMARS if fields.get(name)), "The request")
+        return f"{field} has a schema that cannot be compiled: {found[1].strip()[:MOST_SAID]}"
     if "validation error" not in message:
         return message
     given = fields.get("input")
     if isinstance(given, list) and (fault := fault_in("input", given)):
         return f"{fault[0]} {fault[1]}."
     return "A part of the body has the wrong type: " + " ".join(message.split("\n")[1:3])[:MOST_SAID]
+
+
+def nearest(errors: Iterable[Any], body: Any) -> tuple[str, str]:
+    """Return the place in a body of pydantic's errors, and what is wrong there.
+
+    A value that fits no branch of a union has an error for each branch: the longest path is the closest branch.
+    """
+    said: dict[str, list[str]] = {}
+    for error in errors:
+        found = said.setdefault(_place(error["loc"], body, error["type"] == "missing"), [])
+        found.append("is missing" if error["type"] == "missing" else error["msg"].removeprefix("Value error, "))
+    place = max(said, key=lambda each: each.count("."))
+    first, *others = dict.fromkeys(said[place][:MOST_BRANCHES])
+    return place, ", or ".join([first, *(each.removeprefix("Input should be ") for each in others)])
+
+
+def _place(path: Sequence[int | str], body: Any, is_missing: bool) -> str:
+    """Return the dotted place in a body of pydantic's path, which also names the branches of unions."""
+    found: list[str] = []
+    for part in path:
+        if (part in body) if isinstance(body, dict) else isinstance(body, list) and part in range(len(body)):
+            body = body[part]
+            found.append(str(part))
+    return ".".join([*found, *([str(path[-1])] if is_missing else [])])
 
 
 def code_and_param(message: str, fields: Mapping[str, Any]) -> tuple[str, str | None]:

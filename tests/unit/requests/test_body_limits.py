@@ -66,6 +66,7 @@ def formatted(schema: Any) -> dict[str, Any]:
         ({"messages": [{"role": "system", "content": "x", "tools": [{}]}]}, "messages"),
         (formatted(nested(100)), "response_format"),
         (formatted({"enum": [str(n) for n in range(MOST_ENUM + 1)]}), "response_format"),
+        *((formatted({"properties": {"a": {name: []}}}), "response_format") for name in ("enum", "anyOf", "type")),
         (formatted({"type": "string", "description": "x" * 100_000}), "response_format"),
         (formatted({"type": "string", "pattern": "^(.*)*$"}), "response_format"),
         (formatted({"anyOf": [{"type": "string", "maxLength": n} for n in range(30)]}), "response_format"),
