@@ -115,7 +115,8 @@ async def _add_once(
         batch.project_id, batch.idempotency_key = project.id, again.key
         batch.created_at, batch.expires_at = now, now + _window_s(batch.completion_window)
         session.add(batch)
-        audit.note(session, caller, action, batch.id, now)
+        about = f"{batch.endpoint}, {batch.completion_window}"
+        audit.note(session, caller, action, batch.id, now, about)
     await context.bell.ring(Job.VALIDATOR)
     return batch
 

@@ -75,7 +75,7 @@ async def create_file(request: Request, context: InContext, caller: CalledBy) ->
         async with context.database.write(caller.project.id) as session:
             await check_bytes(session, await hold(session, caller.project.id), file.size_bytes)
             session.add(file)
-            audit.note(session, caller, "file.create", file.id, context.clock())
+            audit.note(session, caller, "file.create", file.id, context.clock(), f"{file.size_bytes:,} bytes")
     except ApiError:
         await context.storage.delete(file_key(file_id))
         raise

@@ -94,7 +94,7 @@ async def update_webhook(
         changes = body.model_dump(exclude_none=True)
         if any(getattr(endpoint, key) != value for key, value in changes.items()):
             await _change(session, endpoint, updated_at=int(context.clock()), **changes)
-            audit.note(session, caller, "webhook.update", webhook_id, context.clock())
+            audit.note(session, caller, "webhook.update", webhook_id, context.clock(), ", ".join(changes))
         return WebhookObject.of(endpoint, context.seal)
 
 

@@ -31,9 +31,13 @@ from service.estimates.model_costs import assumed_gpu, check_model, machine_gpu,
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.requests.model_check import faults
+from service.requests.weights import weight_faults
 from service.settings import AUTO, DEMO_MODEL, TINY_MODEL, Settings
 from service.terminal import DataDirOption, said
-from service.worker import compilers
+from service.worker import compilers, notice
+from service.worker.engine import check_version
+from service.worker.nodes import Nodes
+from service.worker.script import read_script
 
 CHECK_S = 10.0
 LIMITS_S = {"parsers": 60.0}  # it loads SGLang
@@ -78,6 +82,7 @@ def doctor(
 
 async def _all(settings: Settings) -> list[Finding]:
     checks: list[tuple[str, Callable[[Settings], Awaitable[Finding]]]] = [
+        ("settings", _settings),
         ("versions", _versions),
         ("database", _database),
         ("redis", _redis),
@@ -106,6 +111,7 @@ def _where(part: str) -> str:
         "parsers": "BATCHWEAVE_TOOL_PARSER and BATCHWEAVE_REASONING_PARSER",
         "gpu": "BATCHWEAVE_GPU",
         "model": "--model or BATCHWEAVE_MODEL",
+        "settings": "the setting that it names; docs/settings.md has all",
         "versions": "the installation",
     }
     return named.get(part, f"BATCHWEAVE_{part.upper()}_URL")
@@ -121,6 +127,16 @@ async def _versions(_settings: Settings) -> Finding:
     except PackageNotFoundError:
         todo = "Only a worker needs it: pip install 'batchweave[engine]'."
         return Finding("versions", "note", f"{what}, SGLang is not installed", todo)
+
+
+async def _settings(settings: Settings) -> Finding:
+    read_script(settings.script)
+    Nodes.of(settings)
+    if settings.notice_command is not None:
+        notice.words(settings.notice_command)
+    if importlib.util.find_spec("sglang") is not None and settings.engine == "sglang":
+        check_version(settings)
+    return Finding("settings", "ok", "their values make sense together")
 
 
 async def _database(settings: Settings) -> Finding:
@@ -196,8 +212,9 @@ async def _model(settings: Settings) -> Finding:
         lacking = [name for name in ("config.json", "tokenizer_config.json") if not (Path(source) / name).exists()]
         if lacking:
             return Finding("model", "wrong", f"{source} has no {' and no '.join(lacking)}", "Give a model's folder.")
-        if wrong := await asyncio.to_thread(faults, Path(source)):
-            return Finding("model", "wrong", f"{source}: {wrong[0]}", "Convert it again, or correct these files.")
+        folder = Path(source)
+        if wrong := await asyncio.to_thread(lambda: weight_faults(folder) or faults(folder)):
+            return Finding("model", "wrong", f"{source}: {wrong[0]}", "Copy or convert it again.")
         return Finding("model", "ok", f"{source}, served as {settings.served_model}")
     try:
         planning_costs(source, assumed_gpu(settings), settings.replica)

@@ -17,7 +17,7 @@ from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.db.sessions import Database
 from service.errors import CostsError, SettingsError, StartError
-from service.estimates.engine_arguments import unknown_argument
+from service.estimates.engine_arguments import argument_fault
 from service.estimates.model_costs import FALLBACK, measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
 from service.metrics.counters import serve
@@ -63,7 +63,7 @@ def settings_of(**overrides: Any) -> Settings:
             measured_overlap(settings.gpu)
         if settings.slo_file is not None:
             read_slo_file(settings.slo_file)
-        if wrong := unknown_argument(settings.engine_args):
+        if wrong := argument_fault(settings.engine_args):
             fail(f"BATCHWEAVE_ENGINE_ARGS: {wrong}")
     except SettingsError as error:
         fail(str(error))

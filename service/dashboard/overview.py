@@ -21,7 +21,7 @@ from service.metrics.history import History
 from service.queue.progress import Event
 
 SILENT_S = 60  # planners note what all workers do every ten seconds
-RECENTLY_S = 3600  # for how long a worker's death is told
+RECENTLY_S = 12 * 3600  # for how long a worker's death is told
 NAMED = 3  # batches and workers in one notice
 
 router = APIRouter(prefix="/dashboard", include_in_schema=False)
@@ -117,20 +117,32 @@ async def _notices(
     if workers is None:
         lost = "Nothing is lost; work continues when Redis is back."
         found.append(Notice(f"Redis is not responding, so it is not known which workers are alive. {lost}", True))
-    for worker in workers or []:
+    found += _of_workers(workers or [])
+    serving = await _serving(context, is_operator) if workers is not None else []
+    found += serving
+    if is_operator and workers is not None:
+        found += await _deaths(context, now, bool(serving))
+    bad = [each for each in due if each.batch.batchweave.outcome_warnings]
+    late = [each for each in due if (slack := each.slack(now)) and slack[0] == "late"]
+    for what, those in (("Many answers are not ok", bad), ("Expected to miss the deadline", late)):
+        if those:
+            names = ", ".join(each.name[:60] for each in those[:NAMED]) + (" and more" if len(those) > NAMED else "")
+            found.append(Notice(f"{what}: {names}.", True, "/dashboard/batches"))
+    return found
+
+
+def _of_workers(workers: list[WorkerObject]) -> list[Notice]:
+    found = list[Notice]()
+    for worker in workers:
         if worker.state == "stalled":
             why = f"its engine has not finished a step for {span(worker.step_age_s)} while requests wait"
             found.append(Notice(f"{worker.id} is stalled: {why}. It restarts automatically.", True))
         if "emulated" in worker.machine:
             found.append(Notice(f"{worker.id}: {worker.machine}. None of its answers are real.", True))
-    serving = await _serving(context, is_operator) if workers is not None else []
-    found += serving
-    if is_operator and workers is not None:
-        found += await _deaths(context, now, bool(serving))
-    late = [each for each in due if (slack := each.slack(now)) and slack[0] == "late"]
-    if late:
-        names = ", ".join(each.name[:60] for each in late[:NAMED]) + (" and more" if len(late) > NAMED else "")
-        found.append(Notice(f"Expected to miss the deadline: {names}.", True, "/dashboard/batches"))
+        for gpu in worker.gpus:
+            if gpu.is_lost or gpu.uncorrected_errors:
+                what = "is lost" if gpu.is_lost else "has memory errors that ECC did not correct"
+                found.append(Notice(f"{worker.id}: GPU {gpu.gpu} {what}.", True, "/dashboard/workers"))
     return found
 
 
@@ -153,11 +165,12 @@ async def _serving(context: Context, is_operator: bool) -> list[Notice]:
 
 async def _deaths(context: Context, now: float, nobody_serves: bool) -> list[Notice]:
     events = await known_events(context)
-    deaths = [(each.at, each.name) for each in events if each.kind in ("death", "exit") and now - each.at < RECENTLY_S]
+    deaths = [each for each in events if each.kind in ("death", "exit") and now - each.at < RECENTLY_S]
     if not deaths:
         return []
-    told = ", ".join(f"{name} {span(now - at)} ago" for at, name in deaths[:NAMED])
+    told = ", ".join(f"{each.name} {span(now - each.at)} ago" for each in deaths[:NAMED])
     more = f" and {len(deaths) - NAMED} more" if len(deaths) > NAMED else ""
-    text = f"Died or fell silent in the last hour: {told}{more}."
+    why = f" The last one: {deaths[0].words}." if deaths[0].words else ""
+    text = f"Died or fell silent in the last {span(RECENTLY_S)}: {told}{more}.{why}"
     text += " What workers had waits for another." if nobody_serves else " What workers had goes to others."
     return [Notice(text, True, "/dashboard/workers")]

@@ -178,7 +178,8 @@ async def shown(context: Context, rows: Sequence[Batch], projects: dict[str, str
     found = list[Shown]()
     for row, batch in zip(rows, await batches.shapes(context, rows), strict=True):
         name = (row.custom_metadata or {}).get(NAME) or names.get(row.input_file_id) or row.id
-        state = _state(row, row.id in running)
+        # Leases of a worker that died stand for a while: what waits for a worker does not run.
+        state = _state(row, row.id in running and not batch.batchweave.waiting_for)
         found.append(Shown(batch, name, state, projects.get(row.project_id), paces.get(row.id)))
     return found
 

@@ -129,8 +129,9 @@ async def _list(request: Request, context: Context, viewer: Viewer, problem: str
     async with context.database.read() as session:
         projects = (await session.scalars(select(Project).order_by(Project.name))).all()
         keys = (await session.scalars(select(ApiKey).order_by(ApiKey.created_at.desc()))).all()
+        left = func.sum(Batch.total - Batch.completed - Batch.failed)
         counted = await session.execute(
-            select(Batch.project_id, func.count()).where(Batch.status.in_(LIVE)).group_by(Batch.project_id)
+            select(Batch.project_id, func.count(), left).where(Batch.status.in_(LIVE)).group_by(Batch.project_id)
         )
-        live = {project: count for project, count in counted}
+        live = {project: (count, int(requests or 0)) for project, count, requests in counted}
     return page(request, "projects.html", viewer, projects=projects, keys=keys, live=live, problem=problem)

@@ -66,6 +66,8 @@ def timeline(each: Shown, points: Points, deaths: Sequence[Event], now: float) -
 
 def _began(each: Shown, first_answer_at: float | None) -> tuple[str, str]:
     """Return the name and key of the stage after the check; when the first answer came may be unknown."""
+    if each.batch.batchweave.held:
+        return "held", "waited"
     return ("waited", "waited") if first_answer_at or not each.done else ("waited and answered", "answered")
 
 

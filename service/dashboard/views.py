@@ -25,7 +25,7 @@ from service.dashboard.sessions import LooksIn, LooksInAsAdmin, LooksInAsOperato
 from service.dashboard.settings_list import grouped
 from service.dashboard.shown import project_names
 from service.db.tables import File
-from service.db.tenant_tables import AuditEvent, Project
+from service.db.tenant_tables import ApiKey, AuditEvent, Project
 from service.errors import NotFound
 from service.jobs.historian import summed
 from service.queue.progress import Event
@@ -167,7 +167,8 @@ async def audit_log(
     viewer: LooksInAsAdmin,
     before: Annotated[int, Query(ge=0, le=MOST_ROWS)] = MOST_ROWS,
 ) -> Response:
-    query = select(AuditEvent, Project.name).join(Project, Project.id == AuditEvent.project_id)
+    query = select(AuditEvent, Project.name, ApiKey.name).join(Project, Project.id == AuditEvent.project_id)
+    query = query.outerjoin(ApiKey, ApiKey.id == AuditEvent.actor)
     query = query.where(AuditEvent.seq < before).order_by(AuditEvent.seq.desc()).limit(LISTED + 1)
     if not viewer.is_operator:
         query = query.where(AuditEvent.project_id == viewer.caller.project.id)

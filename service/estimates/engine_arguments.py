@@ -2,16 +2,23 @@
 
 import ast
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 
-def unknown_argument(names: Iterable[str]) -> str | None:
-    """Return what is wrong with the first name that SGLang does not know; None if it knows all, or is not here."""
+def argument_fault(arguments: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the first argument that SGLang does not know, or a size that is none; else None.
+
+    Where SGLang is not installed, all names are taken.
+    """
+    for name in ("tp_size", "pp_size", "dp_size"):
+        if not isinstance(size := arguments.get(name, 1), int) or isinstance(size, bool) or size < 1:
+            return f"{name} must be a whole number, 1 or more, not {size!r:.40}"
     known = known_arguments()
-    for name in names:
+    for name in arguments:
         if known and name not in known:
             close = get_close_matches(name, known, 1)
             return f"SGLang has no argument {name!r:.80}" + (f"; did you mean {close[0]}?" if close else "")

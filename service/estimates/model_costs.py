@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import structlog
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 
 from engine_ext.costs import hardware, model_shape
 from engine_ext.costs.cost import CostModel
@@ -16,7 +16,7 @@ from engine_ext.costs.model_shape import ModelShape
 from engine_ext.errors import ConfigError, HardwareError
 from service.db.models import STAND_IN
 from service.errors import CostsError
-from service.estimates.gpus import machine_gpus
+from service.estimates.gpus import ASK_S, machine_gpus
 from service.settings import AUTO, Settings
 
 OVERLAPS = ("none", "mixed", "nano", "pdmux")  # those of engine_ext.plugin.options, which need not be installed
@@ -153,8 +153,12 @@ def check_model(settings: Settings) -> None:
         raise CostsError(f"--model {given}: this is a file; name the model's folder instead")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", given):
         raise CostsError(f"--model {given}: there is no folder {folder.absolute()}, and this is not a hub id either")
+    if isinstance(try_to_load_from_cache(given, "config.json"), str):
+        return
     try:
-        hf_hub_download(given, "config.json")
+        files = HfApi().model_info(given, timeout=ASK_S).siblings or []  # once: a download would try for a minute
+        if all(each.rfilename != "config.json" for each in files):
+            raise FileNotFoundError("config.json")
     except Exception as error:  # the hub client raises its own errors and those of its HTTP library
         where = f"there is no folder {folder.absolute()}, and config.json of {given!r} cannot be fetched from the hub"
         raise CostsError(f"--model {given}: {where}: {type(error).__name__}") from error

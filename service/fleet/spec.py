@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from service.endpoints import ADAPTER
 from service.errors import StartError
-from service.estimates.engine_arguments import unknown_argument
+from service.estimates.engine_arguments import argument_fault
 from service.settings import NOT_SETTINGS, OWN_ARGUMENTS, AdapterName, Settings, variable
 
 MOST_BYTES = 1 << 20
@@ -61,7 +61,7 @@ class ModelSpec(BaseModel):
             raise ValueError("engine_args.lora_paths: list the adapters under adapters")
         if others := sorted(OWN_ARGUMENTS.keys() & self.engine_args.keys()):
             raise ValueError(f"engine_args.{others[0]}: set {OWN_ARGUMENTS[others[0]]} under settings")
-        if wrong := unknown_argument(self.engine_args):
+        if wrong := argument_fault(self.engine_args):
             raise ValueError(f"engine_args: {wrong}")
         return self
 
@@ -75,10 +75,6 @@ class ModelSpec(BaseModel):
                 raise ValueError(f"settings.{name}: the fleet sets it itself, or it must be the same for all workers")
             if name.startswith("BATCHWEAVE_") and name not in known:
                 raise ValueError(f"settings.{name}: there is no such setting")
-        for size in ("tp_size", "pp_size", "dp_size"):
-            given = self.engine_args.get(size, 1)
-            if type(given) is not int or given < 1:
-                raise ValueError(f"engine_args.{size}: must be a whole number, 1 or more, not {given!r:.40}")
         args = self.all_args
         # With attention in data-parallel ranks these are a part of the tensor-parallel ones.
         ranks = 1 if args.get("enable_dp_attention") else args.get("dp_size", 1)

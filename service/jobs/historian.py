@@ -28,6 +28,7 @@ RATES = (
     "online_seconds_per_second",
     "batches_seconds_per_second",
 )
+MODELLED = ("compute_per_second", "reads_per_second")  # by the cost model, which does not describe every machine
 MOST_BATCHES = 1000  # recorded individually
 _IN_PROGRESS = Batch.status == fixed(BatchStatus.IN_PROGRESS)
 _LEASED = exists().where(SliceBatch.batch_id == Batch.id, SliceBatch.status == fixed(SliceStatus.LEASED))
@@ -92,8 +93,10 @@ def summed(workers: list[dict[str, Any]]) -> dict[str, float]:
     for name in GAUGES:
         point[name] = sum(rank.get(name, 0) for rank in ranks)
     point["kv_of_batches"] = point["kv_of_left"] + point["kv_of_right"]
+    is_timed = any(worker.get("is_timed", True) for worker in workers)
     for name in RATES:
-        point[name] = round(sum(worker.get(name, 0.0) for worker in workers), 6)
+        if is_timed or name not in MODELLED:
+            point[name] = round(sum(worker.get(name, 0.0) for worker in workers), 6)
     if admitted := point["admitted_prompt_tokens_per_second"]:
         point["cached_share"] = round(point["admitted_cached_tokens_per_second"] / admitted, 4)
     return point

@@ -72,7 +72,7 @@ def follow(
         TimeElapsedColumn(),
         TextColumn("{task.fields[more]}", markup=False),
     )
-    pace, lines, pause_s = TokenRate(), ProgressLines(), FIRST_POLL_S
+    pace, lines, pause_s, is_away = TokenRate(), ProgressLines(), FIRST_POLL_S, False
     with Progress(*columns, console=said, transient=True) as bar:
         task, told = bar.add_task("waiting", total=None, more=""), 0
         while batch.status not in ENDED and not until(batch):
@@ -82,20 +82,20 @@ def follow(
             if counts is not None:
                 bar.update(task, total=counts.total or None, completed=counts.completed + counts.failed)
             pace.see(batch.usage.total_tokens if batch.usage else 0, time.monotonic())
-            state, more = _state(batch), _more(batch, pace)
+            state, more = (AWAY, "") if is_away else (_state(batch), _more(batch, pace))
             bar.update(task, description=state, more=more)
-            lines.tell(state, ", ".join(each for each in (_done(batch), more) if each), time.monotonic())
+            far = "" if is_away else ", ".join(each for each in (_done(batch), more) if each)
+            lines.tell(state, far, time.monotonic())
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.1, LAST_POLL_S)
             at_each(batch)
             try:
                 with client.trying_once(ONCE_S):
-                    batch = Batch.of(client.get(f"/batches/{batch_id}"))
+                    batch, is_away = Batch.of(client.get(f"/batches/{batch_id}")), False
             except (AnswerError, Away) as error:
                 if isinstance(error, AnswerError) and not error.may_pass:
                     raise
-                bar.update(task, description=AWAY)
-                lines.tell(AWAY, "", time.monotonic())
+                is_away = True
     _warn(batch, is_warned)
     return batch
 

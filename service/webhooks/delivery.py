@@ -38,6 +38,12 @@ class Reach:
             raise Unreachable("the URL must begin with https://")
         if not parts.hostname or parts.username is not None or parts.password is not None:
             raise Unreachable("the URL must name a host, and no user or password")
+        try:
+            is_public = _is_public(parts.hostname)
+        except ValueError:  # a name, which is looked up at each delivery
+            return
+        if not (self.private or is_public):
+            raise Unreachable(NOWHERE)
 
     async def address(self, host: str, port: int) -> str:
         """Return the address to connect to; it is resolved once, so that DNS cannot change it between check and use."""

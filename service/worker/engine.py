@@ -8,9 +8,11 @@ from typing import Any
 
 import structlog
 
+from service.errors import StartError
 from service.estimates.model_costs import assumed_gpu, measured_overlap, planning_costs
 from service.estimates.slo_file import read_slo_file
 from service.requests.model_check import faults
+from service.requests.weights import weight_faults
 from service.settings import Settings, source_of
 from service.worker import compilers
 from service.worker.nodes import Nodes
@@ -18,6 +20,13 @@ from service.worker.script import read_script
 from service.worker.scripted import ScriptedEngine
 
 LEAST_SHARE = 1 / 8  # of the engine's time, for batches beside online requests of which no SLO is known
+
+
+def check_version(settings: Settings) -> None:
+    """Raise EngineStartError for an installed SGLang that this was not tested with, unless the settings allow it."""
+    from engine_ext.plugin import versions
+
+    versions.check(settings.sglang)
 
 
 def make_engine(
@@ -39,9 +48,7 @@ def make_engine(
 
     sleep_soon()
     say("loads SGLang")
-    from engine_ext.plugin import versions
-
-    versions.check(settings.sglang)
+    check_version(settings)
     compilers.put_on_path()
     from engine_ext.plugin.options import Emulation, Options, Overlap, Scheduling
     from engine_ext.plugin.worker.host import EngineHost
@@ -61,7 +68,11 @@ def make_engine(
         options = replace(options, least_share=LEAST_SHARE)
     wanted = settings.overlap or measured_overlap(assumed_gpu(settings), settings.model_source)
     overlap = Overlap(wanted) if wanted else None
-    for fault in faults(Path(settings.model_source)):
+    source = Path(settings.model_source)
+    loads = source.is_dir() and not settings.emulated_device and "load_format" not in settings.engine_args
+    if loads and (wrong := weight_faults(source)):
+        raise StartError(f"{source}: {wrong[0]}")
+    for fault in faults(source):
         structlog.get_logger().warning("answers will be spoilt", model=settings.model_source, fault=fault)
     say(
         "starts the engine"

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from service.cli.table import command_line
 from service.db.migrate import config, upgrade
+from service.demo.tiny import ensure_tiny_model
 
 
 def doctor(**environment: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -23,7 +24,7 @@ def test_a_fresh_machine_is_fine(tmp_path: Path) -> None:
     folder = tmp_path / "with a space"
     code, found = doctor(BATCHWEAVE_DATA_DIR=str(folder))
     assert code == 0
-    assert set(found) == {"versions", "database", "redis", "storage", "model", "adapters", "parsers", "gpu"}
+    assert set(found) == {"settings", "versions", "database", "redis", "storage", "model", "adapters", "parsers", "gpu"}
     assert {each["state"] for each in found.values()} <= {"ok", "note"}
     assert str(folder) in found["storage"]["what"]
     assert not folder.exists()
@@ -58,6 +59,26 @@ def test_an_empty_database_is_fine_and_one_that_is_up_to_date_too(
     code, found = doctor(**here)
     assert (code, found["database"]["state"]) == (0, "note")
     assert "schema" in found["database"]["what"]
+
+
+def test_a_setting_that_a_start_would_refuse_is_named(tmp_path: Path) -> None:
+    here = {"BATCHWEAVE_DATA_DIR": str(tmp_path)}
+    code, found = doctor(**here, BATCHWEAVE_NODES="2", BATCHWEAVE_NODE_RANK="2")
+    assert (code, found["settings"]["state"]) == (1, "wrong")
+    assert "BATCHWEAVE_NODE_RANK" in found["settings"]["what"]
+    code, found = doctor(**here, BATCHWEAVE_ENGINE="scripted", BATCHWEAVE_SCRIPT=str(tmp_path / "missing.json"))
+    assert (code, "missing.json" in found["settings"]["what"]) == (1, True)
+
+
+def test_weights_that_are_cut_off_are_named(tmp_path: Path) -> None:
+    ensure_tiny_model(tmp_path / "model", ["a b c"])
+    here = {"BATCHWEAVE_DATA_DIR": str(tmp_path), "BATCHWEAVE_MODEL": str(tmp_path / "model")}
+    assert doctor(**here)[1]["model"]["state"] == "ok"
+    weights = next((tmp_path / "model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    code, found = doctor(**here)
+    assert (code, found["model"]["state"]) == (1, "wrong")
+    assert f"{weights.name} has" in found["model"]["what"]
 
 
 def test_what_is_away_is_named_with_what_to_do(tmp_path: Path) -> None:

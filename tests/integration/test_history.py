@@ -77,15 +77,15 @@ async def test_a_worker_that_falls_silent_is_told_of_once(
     assert [words in page for words in ("alive</b> became ready", "left</b> shut down cleanly")] == [True, True]
     assert "died</b> fell silent" in page
     told = (await pages.get("")).text
-    assert "Died or fell silent in the last hour: died 1 min ago." in told
+    assert "Died or fell silent in the last 12 h: died 1 min ago." in told
     assert "No figure: the cost model does not describe" in told
     marks = (await pages.get("/overview.json")).json()["marks"]
     assert {("death", "died fell silent"), ("start", "died became ready")} <= {
         (each["kind"], each["text"]) for each in marks
     }
     assert len(marks) == 5
-    harness.clock.now = at + 2 * 3600
-    assert "fell silent in the last hour" not in (await pages.get("")).text
+    harness.clock.now = at + 13 * 3600
+    assert "fell silent in the last 12 h" not in (await pages.get("")).text
     await heart.beat("died", {**state, "name": "died"})
     assert "died</b> was heard again" in (await pages.get("/workers")).text
 

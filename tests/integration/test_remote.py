@@ -286,12 +286,14 @@ async def test_waiting_survives_a_service_that_restarts(harness: Harness, settin
         assert command.stderr is not None
         assert "waiting for validation" in await asyncio.to_thread(command.stderr.readline)
     assert "is not responding" in await asyncio.to_thread(command.stderr.readline)
+    await asyncio.sleep(3)  # in which it looks again and again
     await harness.plan()
     async with harness.working(ScriptedEngine()):
         await harness.until_ended(batch_id)
     with serve(settings, clock, port):
         _, said = await asyncio.to_thread(command.communicate, None, 60)
     assert (command.returncode, "4 of 4 answered" in said) == (0, True)
+    assert "waiting for validation" not in said  # it says that the service is away once
 
 
 async def test_models_are_listed_by_name(harness: Harness, url: str) -> None:

@@ -4,13 +4,18 @@ import importlib.util
 
 import pytest
 
-from service.estimates.engine_arguments import unknown_argument
+from service.estimates.engine_arguments import argument_fault
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 def test_a_misspelt_name_gets_the_one_that_was_meant() -> None:
-    assert unknown_argument(["tp_size", "context_lenght"]) == (
+    assert argument_fault({"tp_size": 1, "context_lenght": 8}) == (
         "SGLang has no argument 'context_lenght'; did you mean context_length?"
     )
-    assert unknown_argument(["zzz"]) == "SGLang has no argument 'zzz'"
-    assert unknown_argument(["enable_deterministic_inference", "mem_fraction_static"]) is None
+    assert argument_fault({"zzz": 1}) == "SGLang has no argument 'zzz'"
+    assert argument_fault({"enable_deterministic_inference": True, "mem_fraction_static": 0.5}) is None
+
+
+@pytest.mark.parametrize("size", ["x", 0, 1.5, True, None])
+def test_a_size_that_is_none_is_named(size: object) -> None:
+    assert (argument_fault({"tp_size": size}) or "").startswith("tp_size must be a whole number, 1 or more")

@@ -50,9 +50,11 @@ def _place(path: Sequence[int | str], body: Any, is_missing: bool) -> str:
     """Return the dotted place in a body of pydantic's path, which also names the branches of unions."""
     found: list[str] = []
     for part in path:
-        if (part in body) if isinstance(body, dict) else isinstance(body, list) and part in range(len(body)):
+        try:
             body = body[part]
-            found.append(str(part))
+        except (LookupError, TypeError):
+            continue
+        found.append(str(part))
     return ".".join([*found, *([str(path[-1])] if is_missing else [])])
 
 

@@ -52,8 +52,8 @@ function drawMarks(marks) {
           const x = Math.round(chart.valToPos(at, "x", true));
           if (x < chart.bbox.left || x > chart.bbox.left + chart.bbox.width) continue;
           chart.ctx.save();
-          chart.ctx.strokeStyle = color({ stop: "--soft", death: "--bad" }[kind] ?? "--good");
-          chart.ctx.setLineDash({ stop: [1, 4], death: [] }[kind] ?? [6, 4]);
+          chart.ctx.strokeStyle = color({ stop: "--soft", death: "--bad", exit: "--bad" }[kind] ?? "--good");
+          chart.ctx.setLineDash({ stop: [1, 4], death: [], exit: [] }[kind] ?? [6, 4]);
           chart.ctx.beginPath();
           chart.ctx.moveTo(x, chart.bbox.top);
           chart.ctx.lineTo(x, chart.bbox.top + chart.bbox.height);
@@ -141,7 +141,8 @@ async function refresh(group) {
   newest = found.points;
   drawSparks();
   const said = (found.marks ?? []).slice(-LISTED).map(({ at, text }) => `${moment(at, found.to - found.from)} ${text}`);
-  for (const each of document.querySelectorAll("[data-marks]")) each.textContent = said.join(", ");
+  const items = () => said.map((text) => Object.assign(document.createElement("li"), { textContent: text }));
+  for (const each of document.querySelectorAll("[data-marks]")) each.replaceChildren(...items());
 }
 
 // A theme has other colours, and a chart keeps those that it was drawn with.

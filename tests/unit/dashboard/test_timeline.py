@@ -41,6 +41,8 @@ def test_a_held_batch_was_not_checked_all_the_time() -> None:
     preview = {"requests": 1, "prompt_sharing": 0.5, "compute_seconds": 1, "memory_seconds": 1, "planned_for": "x"}
     [first, *_] = timeline(batch("completed", about={"preview": preview}, **ENDED), [], [], NOW)
     assert first.name == "checked and held"
+    held = batch("held", about={"preview": preview, "held": True}, counts=(0, 0), in_progress_at=BEGUN + 10)
+    assert timeline(held, [], [], NOW)[-1].name == "held"
 
 
 LONG: dict[str, Any] = {"created_at": BEGUN, "in_progress_at": BEGUN + 5, "finalizing_at": BEGUN + 190}

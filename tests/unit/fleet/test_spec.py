@@ -72,7 +72,7 @@ def test_only_what_an_engine_starts_with_changes_its_digest() -> None:
         ("models:\n- {name: a, settings: {BATCHWEAVE_NODES: '2'}}", "settings.BATCHWEAVE_NODES: the fleet sets it"),
         ("models:\n- {name: a, settings: {BATCHWEAVE_GPUS: '2'}}", "settings.BATCHWEAVE_GPUS: there is no such"),
         ("models:\n- {name: a, gpus: 4, engine_args: {tp_size: 2}}", "is 2, but the engine has 4 GPUs"),
-        ("models:\n- {name: a, engine_args: {tp_size: two}}", "engine_args.tp_size: must be a whole number, 1 or more"),
+        ("models:\n- {name: a, engine_args: {tp_size: two}}", "engine_args: tp_size must be a whole number, 1 or more"),
         ("models:\n- {name: a}\nidle: 3", "idle: Extra inputs"),
     ],
 )
