@@ -44,8 +44,8 @@ from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.simulate.policies import Outcome, Search, Work, prepare
 from service.estimates.length_memory import MOST_PROFILES
 
-MAIN = ("dfs", "random", "blendserve", "batchweave")
-ALL = ("fcfs", "lpm", "dfs-weight", "dfs", "random", "lof", "blendserve", "batchweave")
+MAIN = ("dfs", "random", "decode-heavy", "sorted-f", "blendserve", "batchweave")
+ALL = ("fcfs", "lpm", "dfs-weight", "dfs", "random", "lof", "decode-heavy", "sorted-f", "blendserve", "batchweave")
 FOUR = ("a100-1", "a100-2", "a100-3", "a100-4")
 HARD = ("documents", "mooncake")
 LARGE = 3.43  # times Table 2's requests: 430,000 for the first mix

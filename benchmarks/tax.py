@@ -45,7 +45,9 @@ def start(model: str, scheduling: str | None) -> Any:
 
     os.environ.pop(VARIABLE, None)
     if scheduling is not None:
-        Options(CostModel(preset("llama-3-8b"), Machine(hardware("h200"))), Scheduling(scheduling)).hand_over()
+        cost = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
+        # A number of threads, or the plugin computes attention on a CPU in float64.
+        Options(cost, Scheduling(scheduling), cpu_threads=1).hand_over()
     arguments = {
         **CPU_DEFAULTS,
         "model_path": model,

@@ -1,10 +1,12 @@
-"""Says which policies there are for a batch alone: the product's, depth-first order, and BlendServe as printed."""
+"""Says which policies there are for a batch alone: the product's, other systems' orders, and BlendServe as printed."""
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 
+from benchmarks.simulate.orders import decode_heavy_first, sorted_f
 from benchmarks.simulate.paper_order import paper_order
 from benchmarks.simulate.paper_scan import new_paper_blend, run_blendserve
 from engine_ext.arrays import Column
@@ -63,6 +65,16 @@ def _depth_first(work: Work, seed: int) -> Column:
     return work.tree.order
 
 
+def _sorted_f(work: Work, model: EngineModel, seed: int, search: Search) -> Outcome:
+    return ordered("sorted-f", partial(sorted_f, capacity=model.capacity))(work, model, seed, search)
+
+
 POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {**OWN, "dfs": ordered("dfs", _depth_first), "blendserve": _blendserve}
+    {
+        **OWN,
+        "dfs": ordered("dfs", _depth_first),
+        "decode-heavy": ordered("decode-heavy", decode_heavy_first),
+        "sorted-f": _sorted_f,
+        "blendserve": _blendserve,
+    }
 )
