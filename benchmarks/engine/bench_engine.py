@@ -15,10 +15,11 @@ from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGener
 
 from benchmarks.engine.arrivals import ARRIVES
 from benchmarks.engine.tuning import MOST_TOKENS, PRIORITY, Tuning
+from engine_ext.coserve.slo import DEFAULT
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import EngineModel
 from engine_ext.errors import EngineError, InputError
-from engine_ext.plugin.marks import KIND, UNTOLD
+from engine_ext.plugin.marks import KIND, UNTOLD, online_marks
 from engine_ext.plugin.options import Emulation, Options, Overlap
 from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.worker import overlap
@@ -36,11 +37,12 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Arriving(NamedTuple):
-    """Describes an online request: when it comes, its token ids, and its output tokens."""
+    """Describes an online request: when it comes, its token ids, its output tokens, and its class."""
 
     at_s: float
     prompt: list[int]
     output: int
+    slo: str = DEFAULT
 
 
 class Streamed(NamedTuple):
@@ -200,12 +202,11 @@ class BenchEngine:
         await self._begin(tuning)
         batch = await self._send_batch(tuning, prompts, outputs)
         first = {"priority": FIRST} if tuning.policy == PRIORITY else {}
-        waited_for = [
-            asyncio.create_task(
-                self._generate(f"online-{number}", each.prompt, each.output, {ARRIVES: each.at_s}, first)
-            )
-            for number, each in enumerate(online)
-        ]
+        waited_for = list[asyncio.Task[Any]]()
+        for number, each in enumerate(online):
+            marks = {ARRIVES: each.at_s, **online_marks(each.slo)}
+            asked = self._generate(f"online-{number}", each.prompt, each.output, marks, first)
+            waited_for.append(asyncio.create_task(asked))
         await self._until_waiting(len(prompts) + len(online), [*batch, *waited_for])
         started = time.perf_counter()
         await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
@@ -253,9 +254,9 @@ class BenchEngine:
 
     async def _stream(self, rid: str, online: Arriving, began: float, how: dict[str, Any]) -> Streamed:
         await asyncio.sleep(began + online.at_s - time.perf_counter())
-        arrives_s, times = time.perf_counter() - began, list[float]()
+        arrives_s, times, marks = time.perf_counter() - began, list[float](), online_marks(online.slo)
         generated = 0
-        async for chunk in await self._generate(rid, online.prompt, online.output, None, {**how, "stream": True}):
+        async for chunk in await self._generate(rid, online.prompt, online.output, marks, {**how, "stream": True}):
             times.append(time.perf_counter() - began)
             generated = int(chunk["meta_info"]["completion_tokens"])
         gap_s = max((after - before for before, after in pairwise(times)), default=0.0)

@@ -13,9 +13,8 @@ from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 
 from benchmarks.engine.arrivals import Arrivals
-from benchmarks.engine.tuning import FLOPS, MARK, POLICIES, PRIORITY
+from benchmarks.engine.tuning import FLOPS, MARK, POLICIES, PRIORITY, classes_of
 from engine_ext.coserve.limit import Limits
-from engine_ext.coserve.slo import DEFAULT, SloClass
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock
 from engine_ext.costs.hardware import MEASURED
@@ -48,10 +47,10 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     name = POLICIES[int(given["policy"])]
     _set_priorities(scheduler, name == PRIORITY)
     policy.policy = policy._validate_and_adjust_policy("fcfs" if name == PRIORITY else name, scheduler.tree_cache)
-    slo = SloClass(DEFAULT, float(given["ttft_s"]), float(given["tpot_s"]))
+    classes = classes_of(float(given["ttft_s"]), float(given["tpot_s"]), float(given["stronger"]))
     limit_s, price_s = (float(given[name]) or None for name in ("limit_s", "price_s"))
     limits = Limits(limit_s, price_s, bool(given["prompts_alone"]), int(given["prompt_tokens"]) or None)
-    scheduler.batchweave_online = (slo,), limits
+    scheduler.batchweave_online = classes, limits
     scheduler.batchweave_admission = scheduler.batchweave_steps = None
     scheduler.batchweave_alone = bool(given["alone"])
     scheduler.batchweave_arrivals = Arrivals(float(given["until_s"]))

@@ -18,7 +18,7 @@ from engine_ext.simulate.cache import Cache, new_cache
 from engine_ext.simulate.coserving import progress_of, run_ours
 from engine_ext.simulate.line import new_line
 from engine_ext.simulate.measured import Measured, Played, Settings, measured
-from engine_ext.simulate.ours import Ours, Rules
+from engine_ext.simulate.ours import Ours, rules_of
 from engine_ext.simulate.shared_engine import SharedEngine, new_shared_engine
 from engine_ext.simulate.traffic import Traffic
 from engine_ext.step.memory import new_memory
@@ -106,7 +106,7 @@ def run_scan(
     line = new_line(np.arange(count, dtype=np.int64), len(traffic.output))
     ours = _ours(traffic, model.numbers, settings, np.zeros(0, dtype=np.int64) if known_kv is None else known_kv)
     mixes, reserved = model.clock is not Clock.SEQUENTIAL, float(settings.reserved)
-    rules = Rules(slo.bounds, slo.percentile, int(settings.chunk), mixes, model.numbers, reserved)
+    rules = rules_of((slo,), int(settings.chunk), mixes, model.numbers, reserved)
     groups = group_requests(traffic.tree, None)
     known = np.full(count, UNKNOWN) if known_kv is None else traffic.output[:count]
     released = (traffic.group or count) if has_batch else 0

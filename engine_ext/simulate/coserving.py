@@ -14,7 +14,7 @@ from engine_ext.simulate.apply import apply
 from engine_ext.simulate.cache import Cache, evictable_leaves
 from engine_ext.simulate.line import ARRIVED, DRAIN, Line, arrive, put_back_online, wait
 from engine_ext.simulate.observe import look
-from engine_ext.simulate.ours import Ours, Rules
+from engine_ext.simulate.ours import Ours, Rules, bounds_of
 from engine_ext.simulate.reservation import adapt
 from engine_ext.simulate.shared_engine import DONE, PREFILL, SharedEngine, note_generated, run_step
 from engine_ext.step.decide import decide
@@ -123,11 +123,12 @@ def _note_online(engine: SharedEngine, ours: Ours, rules: Rules) -> None:
     for k in range(totals.finished):
         request = int(engine.finished[k])
         r = engine.requests[request]
-        if r.online == 1:
+        if r.online == 1 and not rules.may_wait[r.slo]:
             arrived = Moment(r.arrives_s, ours.arrived_excess_s[request])
             first = Moment(r.first_s, ours.first_excess_s[request])
             found = served(arrived, first, Moment(r.last_s, excess_s), r.output)
-            note_served(ours.memory.governor, rules.bounds, rules.percentile, found, totals.now_s)
+            bounds, percentile = bounds_of(rules, int(r.slo)), rules.percentiles[r.slo]
+            note_served(ours.memory.governor, bounds, percentile, found, totals.now_s)
 
 
 @compiled

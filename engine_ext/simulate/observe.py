@@ -1,35 +1,49 @@
 """Reads from a simulated engine all that a step is decided by."""
 
+from typing import NamedTuple
+
 import numpy as np
 
+from engine_ext.arrays import Bools
 from engine_ext.compiled import compiled
 from engine_ext.coserve.predictor import Load
 from engine_ext.coserve.reserve import reserve
-from engine_ext.coserve.slo import Bounds, deadline
+from engine_ext.coserve.slo import deadline
 from engine_ext.simulate.cache import Cache, missing
 from engine_ext.simulate.line import Line, nth_online, waiting_online
-from engine_ext.simulate.ours import AHEAD_S, Ours, Rules
+from engine_ext.simulate.ours import AHEAD_S, Ours, Rules, bounds_of, strictest_of
 from engine_ext.simulate.reservation import to_come
 from engine_ext.simulate.shared_engine import SharedEngine, needed
 from engine_ext.step.view import Chunk, Online, View
 
 
+class Decodes(NamedTuple):
+    """Those that decode: how many of the `batch`, and of online requests with deadlines (`due`).
+
+    `slack_s`: the least time until the next token of an online one is due. `reserved`: KV tokens for their answers.
+    """
+
+    batch: int
+    due: int
+    slack_s: float
+    reserved: float
+
+
 @compiled
 def look(engine: SharedEngine, cache: Cache, line: Line, ours: Ours, rules: Rules, first_online: int) -> View:
     """Return what the engine holds, and note the batch's decodes in `ours`."""
-    totals = engine.totals[0]
-    count, slack_s, reserved = _decodes(engine, ours, rules)
-    chunk = _chunk(engine)
-    online = _online(engine, cache, line, ours, rules, first_online, slack_s, reserved)
-    kv = ours.kv[:count]
+    totals, here = engine.totals[0], np.zeros(len(rules.may_wait), dtype=np.bool_)
+    decodes, chunk = _decodes(engine, ours, rules, here), _chunk(engine)
+    online = _online(engine, cache, line, ours, rules, first_online, decodes, here)
+    kv = ours.kv[: decodes.batch]
     return View(
         online,
         chunk,
         True,
-        rules.bounds,
+        strictest_of(rules, here),
         Load(0, 0.0, 0, int(totals.online_decoding), int(totals.online_kv)),
         kv,
-        ours.skipped[:count],
+        ours.skipped[: decodes.batch],
         int(totals.decoding),
         int(totals.online_kv + kv.sum()),
         int(ours.decoded[0]),
@@ -43,22 +57,21 @@ def look(engine: SharedEngine, cache: Cache, line: Line, ours: Ours, rules: Rule
 
 
 @compiled
-def _decodes(engine: SharedEngine, ours: Ours, rules: Rules) -> tuple[int, float, float]:
-    """Note the batch's decodes in `ours`; return their number, the least slack of the others, and what these reserve.
-
-    The slack is in seconds, the reserved room in KV tokens.
-    """
-    totals, count, least, reserved = engine.totals[0], 0, np.inf, 0.0
+def _decodes(engine: SharedEngine, ours: Ours, rules: Rules, here: Bools) -> Decodes:
+    """Note the batch's decodes in `ours`, and in `here` the classes with deadlines of the others."""
+    totals, count, due, least, reserved = engine.totals[0], 0, 0, np.inf, 0.0
     for k in range(totals.decoding):
         request = int(engine.decoding[k])
         r = engine.requests[request]
         if r.online == 1:
-            least = min(least, _slack(engine, rules.bounds, request))
+            if not rules.may_wait[r.slo]:
+                due, here[r.slo] = due + 1, True
+                least = min(least, _slack(engine, rules, request))
             reserved += ours.ratio[0] * to_come(engine, request)
         else:
             ours.batch[count], ours.kv[count], ours.skipped[count] = request, r.prompt + r.generated, r.skipped
             count += 1
-    return count, least, reserved
+    return Decodes(count, due, least, reserved)
 
 
 @compiled
@@ -86,11 +99,14 @@ def _online(
     ours: Ours,
     rules: Rules,
     first_online: int,
-    slack_s: float,
-    reserved: float,
+    decodes: Decodes,
+    here: Bools,
 ) -> Online:
-    """Return what online requests need, all of one class; `engine_ext/plugin/scheduler/online.py` does it in SGLang."""
+    """Return what online requests need, and note the classes of their prompts in `here`, as `online.py` of the plugin
+    does it in SGLang.
+    """
     totals, tokens, before, prompts, first_slack_s = engine.totals[0], 0, 0, 0, np.inf
+    due, due_length, reserved = 0, 0, decodes.reserved
     for k in range(totals.prefilling):
         request = int(engine.prefilling[k])
         r = engine.requests[request]
@@ -98,17 +114,21 @@ def _online(
             before = r.prompt + r.generated - r.left if prompts == 0 else before
             tokens += r.left
             reserved += to_come(engine, request)
-            first_slack_s = min(first_slack_s, _slack(engine, rules.bounds, request))
+            if _is_due(engine, ours, rules, request, here):
+                due, due_length = due + 1, due_length + r.prompt + r.generated
+                first_slack_s = min(first_slack_s, _slack(engine, rules, request))
             prompts += 1
     kv = first = tokens
     first += reserved if prompts > 0 else 0
     waiting = waiting_online(line)
     for place in range(waiting):
         request = nth_online(line, first_online, place)
-        first_slack_s = min(first_slack_s, _slack(engine, rules.bounds, request))
+        r = engine.requests[request]
+        if _is_due(engine, ours, rules, request, here):
+            due, due_length = due + 1, due_length + r.prompt + r.generated
+            first_slack_s = min(first_slack_s, _slack(engine, rules, request))
         if tokens >= rules.chunk:
             continue
-        r = engine.requests[request]
         uncached = max(1, missing(cache, int(r.leaf)) + r.generated)
         if place == 0:
             before = before if prompts > 0 else r.prompt + r.generated - uncached
@@ -118,27 +138,40 @@ def _online(
         reserved += to_come(engine, request)
     prompts += waiting
     tokens = min(tokens, rules.chunk)
+    # Where others may wait, nobody knows what of a prompt is cached.
+    due_tokens = tokens if due == prompts else min(tokens, due_length)
     return Online(
-        int(totals.online_decoding),
-        int(prompts),
+        int(decodes.due),
+        int(due),
         int(prompts),
         int(waiting),
         int(tokens),
-        int(tokens),
+        int(due_tokens),
         int(before),
         int(kv),
         int(first),
         int(reserved),
-        float(slack_s),
+        float(decodes.slack_s),
         float(first_slack_s),
     )
 
 
 @compiled
-def _slack(engine: SharedEngine, bounds: Bounds, request: int) -> float:
+def _is_due(engine: SharedEngine, ours: Ours, rules: Rules, request: int, here: Bools) -> bool:
+    """Return whether a prompt has a deadline; if it bounds the step, note its class in `here`."""
+    slo = int(engine.requests[request].slo)
+    if rules.may_wait[slo]:
+        return False
+    here[slo] |= not ours.memory.in_vain[0]  # else prompts wait for batches to end, and not for the step
+    return True
+
+
+@compiled
+def _slack(engine: SharedEngine, rules: Rules, request: int) -> float:
     """Return the seconds until the next token of the request is due."""
     r = engine.requests[request]
-    return float(deadline(bounds, r.arrives_s, r.first_s, r.last_s, r.generated) - engine.totals[0].now_s)
+    due_s = deadline(bounds_of(rules, int(r.slo)), r.arrives_s, r.first_s, r.last_s, r.generated)
+    return float(due_s - engine.totals[0].now_s)
 
 
 @compiled

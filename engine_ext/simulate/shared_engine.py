@@ -22,18 +22,19 @@ NOBODY = -1
 class Request:
     """One request.
 
-    `prompt`, `output`, `generated`: tokens. `online`: 1 if someone waits for it. `state`: one of COMES to DONE.
-    `left`, `left_quadratic`: prompt tokens and quadratic work still to compute; `take`: prompt tokens of the next step.
-    `held`: output tokens in the KV cache; `kept`: those left there when it was taken off. `counted`: output tokens when
-    the time was over. `number`: the order of admission. `place`: its index in `decoding`. `rests`: 1 if the next step
-    leaves it out; `skipped`: for how many steps running. `preempted`: how often it was taken off. `gap_s`: the longest
-    time between two of its tokens.
+    `prompt`, `output`, `generated`: tokens. `online`: 1 if someone waits for it; `slo`: its class then. `state`: one of
+    COMES to DONE. `left`, `left_quadratic`: prompt tokens and quadratic work still to compute; `take`: prompt tokens of
+    the next step. `held`: output tokens in the KV cache; `kept`: those left there when it was taken off. `counted`:
+    output tokens when the time was over. `number`: the order of admission. `place`: its index in `decoding`. `rests`: 1
+    if the next step leaves it out; `skipped`: for how many steps running. `preempted`: how often it was taken off.
+    `gap_s`: the longest time between two of its tokens.
     """
 
     leaf: int
     prompt: int
     output: int
     online: int
+    slo: int
     state: int
     generated: int
     left: int

@@ -6,7 +6,7 @@ import numpy as np
 
 from engine_ext.arrays import Column, column
 from engine_ext.compiled import compiled
-from engine_ext.coserve.slo import Bounds
+from engine_ext.coserve.slo import SloClasses
 from engine_ext.costs.engine_model import StepModel
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree
@@ -15,7 +15,7 @@ from engine_ext.simulate.apply import apply
 from engine_ext.simulate.cache import Cache, evictable_leaves, grow, lock, make_ready, new_cache
 from engine_ext.simulate.line import ARRIVED, ONLINE, Line, new_line
 from engine_ext.simulate.observe import look
-from engine_ext.simulate.ours import Ours, Rules
+from engine_ext.simulate.ours import Ours, rules_of
 from engine_ext.simulate.shared_engine import DECODE, NOBODY, PREFILL, WAITS, SharedEngine, new_shared_engine
 from engine_ext.step.plan import StepPlan
 from engine_ext.step.view import View
@@ -33,7 +33,10 @@ class Became(NamedTuple):
 
 
 class Mirror:
-    """A simulated engine with the requests of one run. `prompts`, `outputs`: by request; the batch's come first."""
+    """A simulated engine with the requests of one run.
+
+    `prompts`, `outputs`: by request; the batch's come first. `slos`: the place in `classes` of each online one.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,8 @@ class Mirror:
         outputs: list[int],
         capacity: int,
         model: StepModel,
-        bounds: Bounds,
+        classes: SloClasses,
+        slos: list[int],
         largest: int,
     ) -> None:
         self._numbers = {name: number for number, name in enumerate(names)}
@@ -51,7 +55,8 @@ class Mirror:
         self._leaf = np.empty(len(names), dtype=np.int64)
         self._leaf[self._tree.order] = self._tree.leaves
         self._lengths, self._outputs, self._capacity = told.lengths, np.array(outputs), capacity
-        self._rules = Rules(bounds, 0.99, largest, True, model, 0.7)
+        self._slos = [0] * (len(names) - len(slos)) + slos
+        self._rules = rules_of(classes, largest, True, model, 0.7)
 
     def show(self, frame: Frame) -> None:
         """Put the engine into the state of this step."""
@@ -121,7 +126,7 @@ class Mirror:
 
     def _describe(self, frame: Frame, name: str, number: int) -> None:
         r, held = self.engine.requests[number], frame.held.get(name)
-        r.state = WAITS
+        r.state, r.slo = WAITS, self._slos[self._numbers[name]]
         if held is not None:
             r.generated, r.skipped, r.preempted = held.generated, held.skipped, held.made_way
             r.arrives_s, r.first_s, r.last_s = held.times

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.engine.bench_engine import Arriving, BenchEngine
 from benchmarks.engine.tuning import MOST_TOKENS, Tuning
 from benchmarks.engine_process import EngineProcess
-from engine_ext.coserve.slo import SloClass
+from engine_ext.coserve.slo import DEFAULT, NAMES
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
@@ -62,12 +62,17 @@ class Scene:
             [*(prefixes[between(0, 3)] if between(0, 2) else []), *tokens(between(20, longest))] for _ in range(BATCH)
         ]
         times = np.sort(generator.uniform(0.0, LASTS_S, between(3, 25))).tolist()
-        online = [Arriving(at_s, tokens(between(20, LONGEST_ONLINE)), between(2, 120)) for at_s in times]
+        some = NAMES if between(0, 2) else (DEFAULT,)
+        online = [
+            Arriving(at_s, tokens(between(20, LONGEST_ONLINE)), between(2, 120), some[between(0, len(some))])
+            for at_s in times
+        ]
         tuning = Tuning(
             chunk=MOST_TOKENS,
             ratio=float(generator.uniform(0.2, 0.9)),
             tpot_s=float(generator.choice([0.006, 0.01, 0.05])),
             ttft_s=float(generator.choice([0.05, 1.0])),
+            stronger=float(generator.choice([0.5, 1.0])),
             prompt_tokens=between(2, 20) * 64,
             until_s=LASTS_S,
         )
@@ -79,8 +84,8 @@ class Scene:
         prompts = self.batch + [each.prompt for each in self.online]
         outputs = self.outputs + [each.output for each in self.online]
         model = EngineModel.of(COST, Clock.MIXED).numbers
-        bounds = SloClass(ttft_s=self.tuning.ttft_s, tpot_s=self.tuning.tpot_s).bounds
-        return Mirror(names, prompts, outputs, CAPACITY, model, bounds, self.tuning.prompt_tokens)
+        classes, slos = self.tuning.classes, [NAMES.index(each.slo) for each in self.online]
+        return Mirror(names, prompts, outputs, CAPACITY, model, classes, slos, self.tuning.prompt_tokens)
 
 
 @dataclass(slots=True)
