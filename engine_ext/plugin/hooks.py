@@ -8,6 +8,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from engine_ext.plugin.cpu import adapters as adapters_cpu
 from engine_ext.plugin.cpu import attention as attention_cpu
+from engine_ext.plugin.cpu import chunks as chunks_cpu
 from engine_ext.plugin.cpu import grammar as grammar_cpu
 from engine_ext.plugin.cpu import groups as groups_cpu
 from engine_ext.plugin.cpu import host_kv as host_kv_cpu
@@ -53,7 +54,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     if options.emulated:
         found += emulated.HOOKS
     if not gpu_is_present():
-        for module in (adapters_cpu, attention_cpu, grammar_cpu, groups_cpu, host_kv_cpu, threads_cpu):
+        for module in (adapters_cpu, attention_cpu, chunks_cpu, grammar_cpu, groups_cpu, host_kv_cpu, threads_cpu):
             found += module.HOOKS
     for name in options.extra_hooks:
         found += import_module(name).HOOKS

@@ -57,7 +57,8 @@ class Options:
     `pulses`: memory into which the scheduler writes that it is alive (`plugin/pulse.py`). `shares_cache`: whether
     projects find each other's prefixes in the KV cache. `least_share`: the part of the engine's time that batches get
     in any case, whatever online requests need. `cpu_threads`: those of the forward pass on a CPU; None is one, and an
-    answer has the same bits in any batch (`plugin/cpu/attention.py`).
+    answer has the same bits in any batch (`plugin/cpu/attention.py`). `cpu_step_s`: how long a step of prompts on a CPU
+    may take, by which chunks are sized (`plugin/cpu/chunks.py`); None is any time.
     """
 
     cost: CostModel
@@ -74,6 +75,7 @@ class Options:
     limits: Limits = NO_LIMITS
     least_share: float = 0.0
     cpu_threads: int | None = None
+    cpu_step_s: float | None = None
 
     def hand_over(self) -> None:
         """Pass the options to all processes that this one starts from now on."""

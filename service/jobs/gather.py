@@ -1,7 +1,9 @@
 """Reads the requests of a window from the indexes of their batches."""
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,7 @@ from engine_ext.plan.blend import Wishes
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.memory import Keys, Recall, recall
+from engine_ext.plan.partition import Slice
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
 from service.db.sessions import Database
@@ -22,6 +25,8 @@ from service.objects.request_index import Records, RequestIndex
 from service.objects.request_output import EXACT, MOST_TOKENS
 from service.objects.storage import Storage
 from service.settings import Settings
+
+SLICE_BYTES = 64 << 20  # of its lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,20 @@ async def plan_of(found: Gathered, cost: CostModel, now: float, slice_requests: 
     shape, (projects, owners) = Shape(slice_requests=slice_requests), found.projects
     prompts = found.prompts if shared_cache or len(projects) == 1 else found.prompts.kept_apart(projects, owners)
     await asyncio.to_thread(warm_up.ensure)
-    return await asyncio.to_thread(plan_window, prompts, found.outputs, cost, found.wishes(now), shape)
+    plan = await asyncio.to_thread(plan_window, prompts, found.outputs, cost, found.wishes(now), shape)
+    return replace(plan, slices=tuple(within(plan.slices, found.lines["length"][plan.order], SLICE_BYTES)))
+
+
+def within(slices: Sequence[Slice], lengths: NDArray[Any], most: int) -> Iterator[Slice]:
+    """Cut the slices whose lines, of these lengths, have more than `most` bytes; a worker reads a slice at once."""
+    for each in slices:
+        first, size = each.first, 0
+        for at, length in enumerate(lengths[each.first : each.first + each.count].tolist(), each.first):
+            if size and size + length > most:
+                yield Slice(first, at - first)
+                first, size = at, 0
+            size += length
+        yield Slice(first, each.first + each.count - first)
 
 
 async def gather(database: Database, storage: Storage, settings: Settings, wanted: list[Span]) -> Gathered:
@@ -118,7 +136,9 @@ async def gather(database: Database, storage: Storage, settings: Settings, wante
     lines = np.empty(len(records), dtype=LINE)
     lines["offset"], lines["length"] = records["offset"], records["length"]
     lines["beginning"], lines["kind"] = known_by[:, 0], known_by[:, 1]
-    prompts, asked = Prompts(np.concatenate(tokens), starts), records["asked"].astype(np.int64)
+    # In a thread: at most a gigabyte is copied, in which the planner's other jobs continue.
+    prompts = Prompts(await asyncio.to_thread(np.concatenate, tokens), starts)
+    asked = records["asked"].astype(np.int64)
     return Gathered(spans, np.concatenate(places), lines, prompts, asked, recall(known_by, profiles))
 
 

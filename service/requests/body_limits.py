@@ -13,6 +13,8 @@ from service.requests.schema_roles import Role
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1000
+MOST_ENTRIES = 128  # of a list that is neither a prompt nor its parts
+SHORT_LISTS = ("cache_salt", "extra_key", "include", "custom_labels", "modalities", "functions")
 MOST_TEXTS = 2048  # to embed, score or rank in one request
 MOST_LOGPROBS = 100
 MOST_LOGPROB_CELLS = 1_000_000
@@ -50,7 +52,7 @@ _TEMPLATE_NAMES = frozenset(
     {"chat_template", "tokenize", "tools", "messages", "conversation", "documents", "padding", "truncation"}
     | {"max_length", "tokenizer_kwargs", "continue_final_message", "add_generation_prompt"}
 )
-_TO_DEFINITION = re.compile(r"#(/(\$defs|definitions)/[^/%~]+)?")
+TO_DEFINITION = re.compile(r"#(/(\$defs|definitions)/[^/%~]+)?")
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LENGTHS = {"pattern": str, "minLength": int, "maxLength": int}
@@ -93,6 +95,10 @@ def _counts(body: dict[str, Any]) -> Iterator[BodyFault]:
     labels = body.get("label_token_ids")
     if isinstance(labels, list) and len(labels) > MOST_LABELS:
         yield BodyFault("label_token_ids", f"has {len(labels)} ids; at most {MOST_LABELS} are allowed")
+    for name in SHORT_LISTS:
+        given = body.get(name)
+        if isinstance(given, list | dict) and len(given) > MOST_ENTRIES:
+            yield BodyFault(name, f"has {len(given)} entries; at most {MOST_ENTRIES} are allowed")
     for name in ("input", "items", "documents"):
         given = body.get(name)
         if isinstance(given, list) and len(given) > MOST_TEXTS and not isinstance(given[0], int):
@@ -245,7 +251,7 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
 
 def _leads_elsewhere(ref: Any) -> bool:
     """Return whether a reference leads to anything but a definition, such as to data or to a map of definitions."""
-    return isinstance(ref, str) and not _TO_DEFINITION.fullmatch(ref)
+    return isinstance(ref, str) and not TO_DEFINITION.fullmatch(ref)
 
 
 def _object_risk(value: dict[str, Any], counts: dict[str, int], different: set[Any]) -> str | None:

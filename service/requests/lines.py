@@ -18,7 +18,7 @@ from service.requests.files import BYTE_ORDER_MARK
 MAX_ERRORS = 1000
 MAX_CUSTOM_ID = 512
 MAX_NESTING = 200  # well below the depths at which the various parsers give up
-MAX_BRACKETS = 100_000  # each is an object while the line is being checked
+MAX_MARKS = 100_000  # brackets and names of members: each becomes an object while the line is being checked
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
@@ -161,23 +161,24 @@ class LineChecker:
 
 def nesting_fault(raw: bytes) -> str | None:
     """Return why JSON is too deep or has too many values to be parsed, or None."""
-    brackets, depth = nesting(raw)
+    marks, depth = nesting(raw)
     if depth > MAX_NESTING:
         return f"is nested more than {MAX_NESTING} levels deep"
-    return f"has more than {MAX_BRACKETS} brackets outside its strings" if brackets > MAX_BRACKETS else None
+    return f"has more than {MAX_MARKS} brackets and members outside its strings" if marks > MAX_MARKS else None
 
 
 def nesting(raw: bytes) -> tuple[int, int]:
-    """Return how many brackets and braces there are outside strings, and how deeply they are nested.
+    """Return how many brackets, braces and colons there are outside strings, and how deeply it is nested.
 
     Cheap for lines with few of them, for which both are 0; linear for all others, even with an unterminated string.
     """
-    if raw.count(b"[") + raw.count(b"{") <= MAX_NESTING:
+    if raw.count(b"[") + raw.count(b"{") <= MAX_NESTING and raw.count(b":") <= MAX_MARKS:
         return 0, 0
     text = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     is_outside = np.cumsum(text == ord('"'), dtype=np.int32) % 2 == 0
     steps = np.where(is_outside, _STEPS[text], 0)
-    return int(np.count_nonzero(steps)), int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+    members = int(np.count_nonzero(is_outside & (text == ord(":"))))
+    return members + int(np.count_nonzero(steps)), int(np.cumsum(steps, dtype=np.int32).max(initial=0))
 
 
 def duplicate(custom_id: str, number: int, before: int) -> LineError:

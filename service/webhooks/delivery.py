@@ -7,12 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import httpx
+import httpcore
+
+from service.webhooks.bounded import BoundedNetwork
 
 TIMEOUT_S = 10.0
 GLOBAL_V6 = ipaddress.ip_network("2000::/3")
 # Networks that Python 3.11 wrongly counts as public: documentation, and the deprecated 6to4 relays.
 NOT_PUBLIC = (ipaddress.ip_network("3fff::/20"), ipaddress.ip_network("192.88.99.0/24"))
+FAILURES = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
 NOWHERE = "the host has no public address"
 _lookups = ThreadPoolExecutor(max_workers=16, thread_name_prefix="lookup")
 
@@ -74,21 +77,17 @@ async def deliver(url: str, body: bytes, headers: dict[str, str], reach: Reach) 
     address = await reach.address(host, parts.port or (443 if parts.scheme == "https" else 80))
     bracketed = f"[{address}]" if ":" in address else address
     target = parts._replace(netloc=bracketed if parts.port is None else f"{bracketed}:{parts.port}")
-    name = parts.netloc
+    about = {"sni_hostname": host, "timeout": dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT_S)}
     try:
         async with (
             asyncio.timeout(2 * TIMEOUT_S),
-            httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, follow_redirects=False) as client,
-            client.stream(
-                "POST",
-                target.geturl(),
-                content=body,
-                headers={**headers, "host": name},
-                extensions={"sni_hostname": host},
+            httpcore.AsyncConnectionPool(network_backend=BoundedNetwork()) as pool,
+            pool.stream(
+                "POST", target.geturl(), headers={**headers, "host": parts.netloc}, content=body, extensions=about
             ) as response,
         ):
-            return response.status_code
-    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
+            return response.status
+    except (*FAILURES, TimeoutError, ValueError) as error:
         raise Unreachable(f"the request failed with {type(error).__name__}") from error
 
 

@@ -11,6 +11,9 @@ from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
 from referencing import Registry
 
+from service.requests.body_limits import TO_DEFINITION
+from service.requests.schema_roles import Role
+
 # Keywords that are applied to the choices of one answer, and members that they look at: tens of milliseconds at most.
 MOST_CHECKS = 5000
 CHARACTERS = 500  # of a text that is repeated in an error, which count as one check
@@ -18,6 +21,10 @@ KNOWN_SCHEMAS = 64
 # The grammar enforces patterns, and one can be made to take hours here; formats are annotations; and looking for equal
 # items takes the square of their number.
 LEFT_OUT = ("pattern", "patternProperties", "format", "uniqueItems")
+# One check of these follows references and patterns by itself, which can take days; the others jump to anywhere.
+UNJUDGED = frozenset(
+    {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$anchor", "$id"}
+)
 _budget = threading.local()  # `left`: for the answer that a thread judges now; `characters`: of the text it looks at
 
 
@@ -36,13 +43,44 @@ def first_error(schema: bytes, found: Any, characters: int) -> ValidationError |
     `schema`: as JSON.
     """
     _budget.characters = characters
-    return next(_validator(schema).iter_errors(found), None)
+    if (validator := _validator(schema)) is None:
+        raise TooMuch
+    return next(validator.iter_errors(found), None)
 
 
 @lru_cache(KNOWN_SCHEMAS)
 def _validator(schema: bytes) -> Any:
-    """Return the validator of a schema, for which nothing is fetched."""
-    return _Budgeted(msgspec.json.decode(schema), registry=Registry())
+    """Return the validator of a schema, for which nothing is fetched; None if its checks are not bounded."""
+    found = msgspec.json.decode(schema)
+    if isinstance(found, dict):
+        found.pop("$id", None)  # of the whole: references to definitions mean the same without it
+    return _Budgeted(found, registry=Registry()) if _is_bounded(found) else None
+
+
+def _is_bounded(schema: Any) -> bool:
+    """Return whether each check of a schema looks at its own members alone."""
+    left = [(schema, Role.SCHEMA)]
+    while left:
+        value, role = left.pop()
+        if isinstance(value, dict):
+            if role is Role.SCHEMA and not _is_plain(value):
+                return False
+            left += [(each, role.of(name)) for name, each in value.items()]
+        elif isinstance(value, list):
+            left += [(each, role) for each in value]
+    return True
+
+
+def _is_plain(schema: dict[str, Any]) -> bool:
+    ref = schema.get("$ref", "#")
+    leads_to_definition = isinstance(ref, str) and TO_DEFINITION.fullmatch(ref) is not None
+    runs_patterns = "patternProperties" in schema and "additionalProperties" in schema
+    return leads_to_definition and not runs_patterns and UNJUDGED.isdisjoint(schema)
+
+
+def _nothing(*_: Any) -> Iterator[Any]:
+    """Find no error, for what is left out."""
+    return iter(())
 
 
 def _take(count: int) -> None:
@@ -63,7 +101,9 @@ def _counted(check: Any) -> Any:
     return checked
 
 
-_CHECKS = {name: None if name in LEFT_OUT else _counted(each) for name, each in Draft202012Validator.VALIDATORS.items()}
+_CHECKS = {
+    name: _nothing if name in LEFT_OUT else _counted(check) for name, check in Draft202012Validator.VALIDATORS.items()
+}
 _Budgeted: Any = extend(Draft202012Validator, _CHECKS)
 _evolve, _descend, _iter_errors = _Budgeted.evolve, _Budgeted.descend, _Budgeted.iter_errors
 

@@ -1,5 +1,6 @@
 """Reads the requests of one leased slice, without those that are answered, and divides them among workers."""
 
+import asyncio
 import secrets
 import time
 from collections import Counter
@@ -60,6 +61,7 @@ class Loaded:
     segments: Told
 
 
+AT_ONCE = 1 << 20  # bytes of lines that are decoded before streams have their turn
 log = structlog.get_logger()
 _line_decoder = msgspec.json.Decoder(RequestLine)
 
@@ -173,8 +175,12 @@ async def _read(
     accept = Accept.of(batch.accept)
     requests, due = list[Request](), time.monotonic() + batch.expires_at - now
     keys = zip(lines["beginning"].tolist(), lines["kind"].tolist(), strict=True)
+    decoded = 0
     for place, number, raw, (beginning, kind) in zip(places.tolist(), numbers.tolist(), texts, keys, strict=True):
-        line = _line_decoder.decode(raw)
+        line, decoded = _line_decoder.decode(raw), decoded + len(raw)
+        if decoded > AT_ONCE:
+            decoded = 0
+            await asyncio.sleep(0)
         lengths = profiles.get(beginning) or profiles.get(kind) or ""
         wanted = known(accept, line.batchweave)
         body = with_limit(line.url, line.body, batch.max_tokens)

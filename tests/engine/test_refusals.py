@@ -9,6 +9,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 
 from engine_ext.plugin.worker.answers import refused
 
+MANY = "Too many values of the body have the wrong type to name them."
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
 
@@ -20,6 +21,7 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
         (ChatCompletionRequest, CHAT | {"stop": [5]}, "stop.0", "stop.0: Input should be a valid string"),
         (ChatCompletionRequest, CHAT | {"tools": [{}]}, "tools.0.function", "tools.0.function: is missing"),
         (CompletionRequest, {"prompt": {}}, "prompt", "prompt: Input should be a valid list, or a valid string"),
+        (CompletionRequest, {"prompt": [1] * 5000 + ["a"]}, None, MANY),
         (ResponsesRequest, {"input": 5}, "input", "input: Input should be a valid string, or a valid list"),
     ],
 )

@@ -23,7 +23,7 @@ from service.db.tables import DEFAULT_PROJECT, Batch, BatchStatus
 from service.db.tenant_tables import Project
 from service.jobs.validator import GIVEN_UP, MOST_DEATHS, MOST_ERROR_BYTES
 from service.objects.storage import ANSWERS_RESERVE, Room, Storage
-from service.requests.lines import LineChecker
+from service.requests.lines import LineChecker, nesting
 from service.requests.parameters import Unknown
 from service.settings import Settings
 from tests.conftest import Clock
@@ -218,6 +218,15 @@ async def test_a_cookie_or_a_head_that_is_costly_to_read_is_refused(url: str) ->
             client.sendall(b"GET /v1/batches HTTP/1.1\r\nHost: localhost\r\n" + header + b"\r\n\r\n")
             client.settimeout(30)
             assert (await asyncio.to_thread(client.recv, 12))[9:12] in (b"431", b"400")
+
+
+def test_a_line_of_members_is_no_object_for_long() -> None:
+    members = b",".join(b'"%d":0' % n for n in range(200_000))
+    checker = LineChecker("/v1/chat/completions")
+    line = b'{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":{"model":"m","x":{%s}}}' % members
+    assert checker.check(1, line) is None
+    assert "brackets and members" in checker.errors[0].message
+    assert nesting(b'{"a": "' + b":" * 200_000 + b'"}')[0] < 10  # in a string they are text
 
 
 @pytest.mark.timeout(120)

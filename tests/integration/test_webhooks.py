@@ -1,7 +1,9 @@
 """Webhooks: signed as the official client checks it, delivered until they arrive, and never into private networks."""
 
+import asyncio
 import threading
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -244,6 +246,26 @@ def test_urls_that_are_refused_at_once(settings: Settings, clock: Clock, url: st
             f"{base}/v1/webhook_endpoints", json={"name": "x", "url": url, "event_types": ["batch.completed"]}
         )
     assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_url")
+
+
+async def test_interim_responses_without_an_end_are_given_up() -> None:
+    sent = 0
+
+    async def flood(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b"HTTP/1.1 102 Processing\r\n\r\n" * 100)
+                await writer.drain()
+                sent += 2700
+        writer.close()
+
+    server = await asyncio.start_server(flood, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(Unreachable, match="RemoteProtocolError"):
+        await deliver(f"http://127.0.0.1:{port}/", b"{}", {}, Reach(private=True))
+    server.close()
+    assert sent < 100 << 20  # it is what fits into the kernel's buffers, and no stream of many seconds
 
 
 @pytest.mark.parametrize(

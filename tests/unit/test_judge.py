@@ -21,6 +21,10 @@ TICKET = {
 }
 STRICT = {"response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": TICKET}}}
 
+# Each definition asks for the next one twice.
+DOUBLING = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(30)} | {"d30": {}}
+LONG_KEY = json.dumps({"a" * 60: 1})
+
 
 def chat(*choices: tuple[str | None, str | None], **more: Any) -> dict[str, Any]:
     found = [{"message": {"role": "assistant", "content": text}, "finish_reason": why} for text, why in choices]
@@ -197,3 +201,23 @@ def test_counts_of_an_older_version_are_read() -> None:
     assert Counts.parse("1,2,3,4,5,6") == Counts(1, 2, 3, 4, 5, 6)
     counts = Counts(*range(11))
     assert Counts.parse(str(counts)) == counts
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "outcome"),
+    [
+        # One check of each would take minutes to days, or jump to anywhere.
+        ({"$defs": DOUBLING, "$ref": "#/$defs/d0", "unevaluatedProperties": False}, "{}", "ok"),
+        ({"patternProperties": {"^a*a*a*a*a*b$": {}, "^a+$": {}}, "additionalProperties": False}, LONG_KEY, "ok"),
+        ({"items": {"$ref": "#x"}, "not": {"$anchor": "x"}}, "[1]", "ok"),
+        # What is left out costs no other keyword its check.
+        ({"uniqueItems": True, "items": {"type": "string"}}, "[1]", "invalid"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "format": "date"}]}, "3", "invalid"),
+        ({"$id": "http://x/y", "$defs": {"a": {"type": "string"}}, "items": {"$ref": "#/$defs/a"}}, "[1]", "invalid"),
+    ],
+)
+def test_each_check_is_bounded_or_nobody_can_say(schema: Any, text: str, outcome: str) -> None:
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    started = time.process_time()
+    assert judged(asked, chat((text, "stop"))) == outcome
+    assert time.process_time() - started < 10

@@ -100,7 +100,7 @@ def fill_mask(original: Callable[..., None], grammar: Any, mask: Any, row: int) 
             del _faults[next(iter(_faults))]
     else:
         return
-    log.warning("%s: %.1000s", grammar.fault, grammar.key_string)
+    log.warning(grammar.fault)  # and not the schema, which is a client's text
     mask[row].fill_(-1)
 
 

@@ -11,6 +11,7 @@ from engine_ext.plugin.worker.messages import fault_of
 from engine_ext.plugin.worker.refusals import code_and_param, in_short, nearest
 
 DATA = b"data: "
+MOST_ERRORS = 1000  # of one body, that are looked at: each becomes an object
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ def refused(error: Exception, fields: dict[str, Any]) -> Answer:
         return Answer(400, error_body(f"{fault[0]} {fault[1]}.", fault[0]))
     if not isinstance(error, ValidationError):
         return Answer(400, error_body("A field has the wrong type.", None))
+    if error.error_count() > MOST_ERRORS:
+        return Answer(400, error_body("Too many values of the body have the wrong type to name them.", None))
     param, reason = nearest(error.errors(include_url=False, include_input=False), fields)
     return Answer(400, error_body(f"{param}: {reason}", param))
 

@@ -33,8 +33,9 @@ CPU_FLAGS = Path("/proc/cpuinfo")
 MOST_MEMORY = 0.4  # of what the process may use, for weights and KV cache in float32
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time in a period
 MEMORY = Path("/sys/fs/cgroup/memory.max")  # of a container, in bytes
-MOST_STEP_S = 1.5  # for the prompts of one step, in which nobody else gets a token
+MOST_STEP_S = 0.5  # for the prompts of one step, in which nobody else gets a token
 LEAST_CHUNK = 64  # tokens
+REACHED = 0.25  # of a matrix product's pace, by a whole step
 TIMINGS = 5  # of which the best counts: others may use the machine
 _SIDE, _ROWS = 2048, 256  # of the matrices by which the CPU is measured
 
@@ -48,6 +49,10 @@ def prepare(options: Options, engine_args: dict[str, Any]) -> tuple[Options, dic
     """Prepare the environment for an engine; return its options, and the arguments that SGLang knows on a CPU."""
     ranks = int(engine_args.get("tp_size", 1))
     options = replace(options, cpu_threads=None if engine_args.get(EXACT) else threads_for(ranks))
+    # Ranks and machines that run one engine must agree on a chunk, and an emulated device has a pace of its own.
+    is_alone = ranks == 1 and int(engine_args.get("nnodes", 1)) == 1
+    if options.cpu_threads and is_alone and not options.emulated and "chunked_prefill_size" not in engine_args:
+        options = replace(options, cpu_step_s=MOST_STEP_S)
     if options.cpu_threads is None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if ranks > 1:
@@ -133,7 +138,7 @@ def chunk_for(parameters: float, threads: int, wide: bool) -> int:
             times.append(time.perf_counter() - began)
     finally:
         torch.set_num_threads(before)
-    flops = threads * 2 * _ROWS * _SIDE * _SIDE / max(min(times), 1e-9)
+    flops = REACHED * threads * 2 * _ROWS * _SIDE * _SIDE / max(min(times), 1e-9)
     tokens = MOST_STEP_S * flops / max(1.0, 2 * parameters)
     most = int(CPU_DEFAULTS["chunked_prefill_size"])
     return max(LEAST_CHUNK, min(most, 1 << int(tokens).bit_length() - 1)) if tokens >= 1 else LEAST_CHUNK

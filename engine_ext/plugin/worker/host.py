@@ -23,7 +23,7 @@ from engine_ext.plugin.marks import KIND, NO_TERMS, RESERVED, UNTOLD, Terms, mar
 from engine_ext.plugin.options import Options, Overlap, Scheduling, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
-from engine_ext.plugin.worker import guard, kernels, overlap, parsers
+from engine_ext.plugin.worker import guard, kernels, overlap, parsers, tool_calls
 from engine_ext.plugin.worker.answers import (
     ABORTED,
     Answer,
@@ -112,6 +112,7 @@ class EngineHost:
             **engine_args,
         }
         arguments["tool_call_parser"], arguments["reasoning_parser"] = parsers.chosen(model_path, arguments)
+        tool_calls.bound()
         try:
             self._engine = Engine(**arguments) if on_gpu else ForkingEngine(**arguments)
         except (ValueError, RuntimeError) as error:  # what SGLang says of a model or an argument

@@ -60,6 +60,8 @@ def formatted(schema: Any) -> dict[str, Any]:
         ({"stop": ["x"] * 100}, "stop"),
         ({"stop": "x" * 1_000_000}, "stop"),
         ({"stop_token_ids": list(range(5000))}, "stop_token_ids"),
+        ({"cache_salt": [""] * 200_000}, "cache_salt"),
+        ({"include": ["x"] * 200_000}, "include"),
         ({"seed": 2**70}, "seed"),
         ({"tools": [{}] * 10_000}, "tools"),
         ({"tools": [{"function": {"parameters": {"type": [{"a": n} for n in range(3000)]}}}]}, "tools"),
