@@ -1,5 +1,6 @@
 """Request bodies, checked field by field. Responses are in shapes.py."""
 
+import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
@@ -14,6 +15,9 @@ from service.requests.accept import MOST_RETRIES, Accept
 
 # The id of a file, batch, project or key; an id that no object can have is refused without a lookup.
 ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
+
+
+MOST_UNKNOWN, MOST_NAME = 16, 64  # fields that are named, and characters of each
 
 
 class ExpiresAfter(BaseModel):
@@ -39,8 +43,15 @@ class CompleteUpload(BaseModel):
     part_ids: Annotated[list[ObjectId], Field(max_length=10_000)]
     md5: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def has_few_fields(cls, given: Any) -> Any:
+        """Refuse thousands of unknown fields as one: the ids make this body a large one, and each would be an error."""
+        if isinstance(given, dict) and len(given) > MOST_UNKNOWN:
+            raise ValueError(f"has more than {MOST_UNKNOWN} fields")
+        return given
 
-MOST_UNKNOWN, MOST_NAME = 16, 64  # fields that are named, and characters of each
+
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 
@@ -196,5 +207,12 @@ def explain(error: Mapping[str, Any]) -> str:
     if error["type"] in ("string_pattern_mismatch", "string_too_short") and error.get("input") == "":
         return "is empty"
     if error["type"] == "string_pattern_mismatch":
-        return f"is not valid: {error['input']!r:.60}"
-    return str(error["msg"])
+        return f"is not valid: {json.dumps(error['input'], ensure_ascii=False):.60}"
+    if error["type"] in ("too_long", "too_short"):
+        limits = error["ctx"]
+        most = "most" if error["type"] == "too_long" else "least"
+        bound = limits.get("max_length", limits.get("min_length"))
+        return f"has {limits['actual_length']} entries; at {most} {bound} are allowed"
+    if error["type"] in ("model_attributes_type", "model_type", "dict_type"):
+        return "must be an object"
+    return str(error["msg"]).removeprefix("Value error, ")

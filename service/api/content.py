@@ -131,7 +131,7 @@ class _Span:
 
         Raises RangeNotSatisfiable, with the headers `about`.
         """
-        match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", (header or "").strip())
+        match = re.fullmatch(r"bytes=([0-9]{0,32})-([0-9]{0,32})", (header or "").strip())
         if match is None or not any(match.groups()):
             return cls(0, size_bytes, False)
         first, last = match.groups()

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -41,11 +42,7 @@ class Reach:
             raise Unreachable("the URL must begin with https://")
         if not parts.hostname or parts.username is not None or parts.password is not None:
             raise Unreachable("the URL must name a host, and no user or password")
-        try:
-            is_public = _is_public(parts.hostname)
-        except ValueError:  # a name, which is looked up at each delivery
-            return
-        if not (self.private or is_public):
+        if not (self.private or _may_be_public(parts.hostname)):
             raise Unreachable(NOWHERE)
 
     async def address(self, host: str, port: int) -> str:
@@ -89,6 +86,16 @@ async def deliver(url: str, body: bytes, headers: dict[str, str], reach: Reach) 
             return response.status
     except (*FAILURES, TimeoutError, ValueError) as error:
         raise Unreachable(f"the request failed with {type(error).__name__}") from error
+
+
+def _may_be_public(host: str) -> bool:
+    """Return whether a host is a public address, or a name, which is looked up at each delivery."""
+    with suppress(OSError):  # as the C library reads addresses: 0, 127.1, 2130706433
+        return _is_public(socket.inet_ntoa(socket.inet_aton(host)))
+    try:
+        return _is_public(host)
+    except ValueError:
+        return host.rstrip(".").rpartition(".")[2] != "localhost"
 
 
 def _is_public(address: str) -> bool:

@@ -111,6 +111,7 @@ def test_the_format_of_a_response_holds(engine: EngineProcess[Any], wanted: dict
         (CHAT, {"messages": HELLO, "web_search_options": {}}, "web_search_options"),
         (CHAT, {"messages": HELLO, "modalities": ["text", "audio"]}, "modalities"),
         (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens"),
+        (CHAT, {"messages": HELLO, "max_tokens": 3, "min_tokens": 99}, "min_tokens"),
         (CHAT, {"messages": []}, "messages"),
         (COMPLETIONS, {"prompt": ""}, "prompt"),
         (RESPONSES, {"input": []}, "input"),

@@ -25,7 +25,7 @@ def in_short(message: str, fields: Mapping[str, Any]) -> str:
         field = next((name for name in _GRAMMARS if fields.get(name)), "The request")
         return f"{field} has a schema that cannot be compiled: {found[1].strip()[:MOST_SAID]}"
     if "validation error" not in message:
-        return message
+        return message.replace("min_new_tokens", "min_tokens").replace("max_new_tokens", "max_tokens")
     given = fields.get("input")
     if isinstance(given, list) and (fault := fault_in("input", given)):
         return f"{fault[0]} {fault[1]}."
