@@ -17,12 +17,12 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
     ("model", "body", "param", "message"),
     [
         (ChatCompletionRequest, {"model": "m"}, "messages", "messages: is missing"),
-        (ChatCompletionRequest, CHAT | {"stop": 5}, "stop", "stop: Input should be a valid string, or a valid list"),
+        (ChatCompletionRequest, CHAT | {"stop": 5}, "stop", "stop: Input should be a valid list, or a valid string"),
         (ChatCompletionRequest, CHAT | {"stop": [5]}, "stop.0", "stop.0: Input should be a valid string"),
         (ChatCompletionRequest, CHAT | {"tools": [{}]}, "tools.0.function", "tools.0.function: is missing"),
         (CompletionRequest, {"prompt": {}}, "prompt", "prompt: Input should be a valid list, or a valid string"),
         (CompletionRequest, {"prompt": [1] * 5000 + ["a"]}, None, MANY),
-        (ResponsesRequest, {"input": 5}, "input", "input: Input should be a valid string, or a valid list"),
+        (ResponsesRequest, {"input": 5}, "input", "input: Input should be a valid list, or a valid string"),
     ],
 )
 def test_a_refusal_names_a_place_of_the_body(model: Any, body: dict[str, Any], param: str, message: str) -> None:
