@@ -13,6 +13,7 @@ from service.requests.schema_roles import Role
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1000
+MOST_VALUES = 100_000  # members and entries of a whole body
 MOST_ENTRIES = 128  # of a list that is neither a prompt nor its parts
 SHORT_LISTS = ("cache_salt", "extra_key", "include", "custom_labels", "modalities", "functions")
 MOST_TEXTS = 2048  # to embed, score or rank in one request
@@ -75,12 +76,33 @@ def body_faults(body: dict[str, Any], allow_patterns: bool = False) -> Iterator[
     for name, reason in _REFUSED.items():
         if body.get(name) not in (None, False, "", []):
             yield BodyFault(name, f"is not allowed: {reason}")
+    yield from _values(body)
     yield from _counts(body)
     yield from _stops(body)
     yield from _logits(body)
     yield from _template(body)
     yield from _tools(body)
     yield from _formats(body, allow_patterns)
+
+
+def _values(body: dict[str, Any]) -> Iterator[BodyFault]:
+    """Yield the field with which a body has too many values: each that is of a wrong type would be an error of its own.
+
+    Token ids do not count.
+    """
+    count = 0
+    for name, given in body.items():
+        left = [given]
+        while left:
+            value = left.pop()
+            if isinstance(value, list) and set(map(type, value)) == {int}:
+                continue
+            if isinstance(value, list | dict):
+                count += len(value)
+                if count > MOST_VALUES:
+                    yield BodyFault(name, f"has too many values: the body has more than {MOST_VALUES:,}")
+                    return
+                left += value.values() if isinstance(value, dict) else value
 
 
 def _counts(body: dict[str, Any]) -> Iterator[BodyFault]:
@@ -232,6 +254,8 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
                 return reason
             counts["characters"] += sum(map(len, value)) + 4 * len(value)
             left += [(each, at + 1, role.of(name) if has_data else role) for name, each in value.items()]
+        elif role is Role.MAP:
+            return "has a schema whose properties or definitions are no object"
         elif isinstance(value, list):
             counts["characters"] += 2 * len(value)
             left += [(each, at + 1, role) for each in value[:SCHEMA_CHARACTERS]]
@@ -239,6 +263,10 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
             counts["characters"] += len(value) if isinstance(value, str) else 8
         if counts["characters"] > SCHEMA_CHARACTERS:
             return f"has a schema larger than {SCHEMA_CHARACTERS // 1024} KiB"
+    return _too_many(counts)
+
+
+def _too_many(counts: dict[str, int]) -> str | None:
     for name, about, most in (
         ("properties", "properties", MOST_PROPERTIES),
         ("numbers", "numbers with bounds", MOST_NUMBERS),

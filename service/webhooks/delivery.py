@@ -16,7 +16,8 @@ TIMEOUT_S = 10.0
 GLOBAL_V6 = ipaddress.ip_network("2000::/3")
 # Networks that Python 3.11 wrongly counts as public: documentation, and the deprecated 6to4 relays.
 NOT_PUBLIC = (ipaddress.ip_network("3fff::/20"), ipaddress.ip_network("192.88.99.0/24"))
-FAILURES = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
+# OSError: what TLS finds after its handshake comes as it is.
+FAILURES = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, OSError)
 NOWHERE = "the host has no public address"
 _lookups = ThreadPoolExecutor(max_workers=16, thread_name_prefix="lookup")
 

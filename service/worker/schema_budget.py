@@ -62,6 +62,8 @@ def _is_bounded(schema: Any) -> bool:
     left = [(schema, Role.SCHEMA)]
     while left:
         value, role = left.pop()
+        if role is Role.MAP and not isinstance(value, dict):
+            return False  # a reference leads into it all the same
         if isinstance(value, dict):
             if role is Role.SCHEMA and not _is_plain(value):
                 return False
@@ -75,7 +77,10 @@ def _is_plain(schema: dict[str, Any]) -> bool:
     ref = schema.get("$ref", "#")
     leads_to_definition = isinstance(ref, str) and TO_DEFINITION.fullmatch(ref) is not None
     runs_patterns = "patternProperties" in schema and "additionalProperties" in schema
-    return leads_to_definition and not runs_patterns and UNJUDGED.isdisjoint(schema)
+    # Each check would compare them whole.
+    values = [schema.get("const"), *(schema["enum"] if isinstance(schema.get("enum"), list) else ())]
+    compares = any(isinstance(each, list | dict) and each for each in values)
+    return leads_to_definition and not (runs_patterns or compares) and UNJUDGED.isdisjoint(schema)
 
 
 def _nothing(*_: Any) -> Iterator[Any]:
@@ -95,7 +100,7 @@ def _counted(check: Any) -> Any:
     def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
         _take(1 + sum(len(each) for each in (value, instance) if isinstance(each, list | dict)))
         for error in check(validator, value, instance, schema) or ():
-            _take(len(error.message) // CHARACTERS)  # it repeats what was judged, however long that is
+            _take(1 + len(error.message) // CHARACTERS)  # it repeats what was judged, however long that is
             yield error
 
     return checked

@@ -32,7 +32,7 @@ def parsed(name: str, text: str) -> Any:
 @pytest.mark.parametrize("name", ["qwen3_coder", "qwen", "hermes", "mimo", "glm47", "minicpm5", "hunyuan", "pythonic"])
 def test_many_marks_are_text(name: str) -> None:
     started = time.process_time()
-    for text in (*MANY, "[" + "a(b=1, " * 20):
+    for text in (*MANY, "[" + "a(b=1, " * 20, ")]" + "[a(b=1, " * 16_000):
         parsed(name, text)
     assert time.process_time() - started < 30  # of each, some would take minutes, and the last one for pythonic days
 
@@ -41,6 +41,7 @@ def test_many_marks_are_text(name: str) -> None:
     ("name", "text"),
     [
         ("pythonic", "Yes: [add(a=1, b='x'), add(a=[2])]"),
+        ("hermes", f'<tool_call>\n{{"name": "add", "arguments": {{"a": {[[1, 2]] * 3000}}}}}\n</tool_call>' * 2),
         ("qwen", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' * 2),
         ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>" * 2),
     ],

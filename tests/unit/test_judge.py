@@ -23,6 +23,8 @@ STRICT = {"response_format": {"type": "json_schema", "json_schema": {"name": "t"
 
 # Each definition asks for the next one twice.
 DOUBLING = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(30)} | {"d30": {}}
+SLOW = {"patternProperties": {"^(a|a)*(a|a)*b$": {}}, "additionalProperties": False}
+ALL_A = [{"$ref": "#/$defs/a"}] * 50
 LONG_KEY = json.dumps({"a" * 60: 1})
 
 
@@ -208,8 +210,11 @@ def test_counts_of_an_older_version_are_read() -> None:
     [
         # One check of each would take minutes to days, or jump to anywhere.
         ({"$defs": DOUBLING, "$ref": "#/$defs/d0", "unevaluatedProperties": False}, "{}", "ok"),
-        ({"patternProperties": {"^a*a*a*a*a*b$": {}, "^a+$": {}}, "additionalProperties": False}, LONG_KEY, "ok"),
+        (SLOW, LONG_KEY, "ok"),
         ({"items": {"$ref": "#x"}, "not": {"$anchor": "x"}}, "[1]", "ok"),
+        ({"not": {"$ref": "#/$defs/0"}, "$defs": [SLOW]}, LONG_KEY, "ok"),
+        ({"$defs": {"a": {"dependentRequired": {"a": [""] * 17_000}}}, "anyOf": ALL_A}, '{"a": 1}', "ok"),
+        ({"$defs": {"a": {"const": [[{}] * 15_000]}}, "anyOf": ALL_A}, "1", "ok"),
         # What is left out costs no other keyword its check.
         ({"uniqueItems": True, "items": {"type": "string"}}, "[1]", "invalid"),
         ({"oneOf": [{"type": "string"}, {"type": "string", "format": "date"}]}, "3", "invalid"),

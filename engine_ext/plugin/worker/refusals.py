@@ -42,7 +42,7 @@ def nearest(errors: Iterable[Any], body: Any) -> tuple[str, str]:
         found = said.setdefault(_place(error["loc"], body, error["type"] == "missing"), [])
         found.append("is missing" if error["type"] == "missing" else error["msg"].removeprefix("Value error, "))
     place = max(said, key=lambda each: each.count("."))
-    # In order, because Python remembers a union by its branches, in the order of whoever wrote it first.
+    # In order, because Python remembers a union by its branches, in the order in which it was first written.
     first, *others = sorted(set(said[place]))[:MOST_BRANCHES]
     return place, ", or ".join([first, *(each.removeprefix("Input should be ") for each in others)])
 
