@@ -15,8 +15,6 @@ from service.requests.accept import MOST_RETRIES, Accept
 
 # The id of a file, batch, project or key; an id that no object can have is refused without a lookup.
 ObjectId = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
-
-
 MOST_UNKNOWN, MOST_NAME = 16, 64  # fields that are named, and characters of each
 
 
@@ -209,10 +207,9 @@ def explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "string_pattern_mismatch":
         return f"is not valid: {json.dumps(error['input'], ensure_ascii=False):.60}"
     if error["type"] in ("too_long", "too_short"):
-        limits = error["ctx"]
-        most = "most" if error["type"] == "too_long" else "least"
-        bound = limits.get("max_length", limits.get("min_length"))
-        return f"has {limits['actual_length']} entries; at {most} {bound} are allowed"
+        least, most = error["ctx"].get("min_length"), error["ctx"].get("max_length")
+        wanted = f"at least {least} must be there" if most is None else f"at most {most} are allowed"
+        return f"has {error['ctx']['actual_length']} entries; {wanted}"
     if error["type"] in ("model_attributes_type", "model_type", "dict_type"):
         return "must be an object"
     return str(error["msg"]).removeprefix("Value error, ")

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def argument_fault(arguments: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the first argument that SGLang does not know, or a size that is none; else None.
+    """Return what is wrong with a number of GPUs, or with the first name that SGLang does not know; else None.
 
     Where SGLang is not installed, all names are taken.
     """

@@ -6,22 +6,17 @@ from typing import Any
 
 MOST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 KINDS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+INDEX = "model.safetensors.index.json"  # names the files that an engine reads, if it is there
 
 
 def weight_faults(folder: Path) -> list[str]:
     """Return what is wrong with the files of weights in a model's folder, each with its file's name."""
     if not any(next(folder.glob(kind), None) for kind in KINDS):
         return [f"there are no weights ({', '.join(KINDS)})"]
-    found = [
-        f"{index.name} names {name}, which is not there"
-        for index in sorted(folder.glob("*.index.json"))
-        for name in sorted(_named(index))
-        if not (folder / name).exists()
-    ]
-    for file in sorted(folder.glob("*.safetensors")):
-        if fault := _cut_off(file):
-            found.append(f"{file.name} {fault}")
-    return found
+    # Others may be there in part: the same weights in another format, whose files nobody wanted.
+    read = [folder / name for name in _named(folder / INDEX)] or list(folder.glob("*.safetensors"))
+    faults = ((file, _cut_off(file) if file.exists() else "is not there") for file in sorted(read))
+    return [f"{file.name} {fault}" for file, fault in faults if fault]
 
 
 def _named(index: Path) -> set[str]:

@@ -238,6 +238,8 @@ def test_endpoints_are_listed_changed_and_deleted(api: httpx.Client, receiver: R
         "https://[x]/",
         "https://user:secret@example.com/",
         "https://example.com:99999/",
+        "https://10.0.0.1/",
+        "https://localhost/",
     ],
 )
 def test_urls_that_are_refused_at_once(settings: Settings, clock: Clock, url: str) -> None:

@@ -17,5 +17,5 @@ def test_a_misspelt_name_gets_the_one_that_was_meant() -> None:
 
 
 @pytest.mark.parametrize("size", ["x", 0, 1.5, True, None])
-def test_a_size_that_is_none_is_named(size: object) -> None:
+def test_a_number_of_gpus_must_be_one(size: object) -> None:
     assert (argument_fault({"tp_size": size}) or "").startswith("tp_size must be a whole number, 1 or more")

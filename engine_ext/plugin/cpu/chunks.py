@@ -13,8 +13,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_ext.plugin.options import mine
 
 LEAST = 64  # tokens of a chunk
-SHORT = 1.5  # a full step that takes less than this part of the most is short;
-AFTER = 8  # after so many in a row the chunk is twice as large
+SHORT = 1.5  # times which a full step would take less than the most, if it is short
+AFTER = 8  # short steps in a row that make the chunk twice as large
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

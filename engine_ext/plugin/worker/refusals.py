@@ -15,6 +15,7 @@ _GRAMMAR = re.compile(r"Failed to compile [a-z_]+ grammar: (?:\[[\d:]+\] \S+:\d+
 _GRAMMARS = ("response_format", "text", "tools")  # fields that bind an answer to a grammar
 
 MOST_SAID = 300  # characters of what SGLang says
+MOST_NAME = 64  # characters of a key in a place
 MOST_BRANCHES = 4  # of a union, that a message names
 PROMPTS = ("messages", "prompt", "input", "items", "documents")
 
@@ -55,7 +56,7 @@ def _place(path: Sequence[int | str], body: Any, is_missing: bool) -> str:
             body = body[part]
         except (LookupError, TypeError):
             continue
-        found.append(str(part))
+        found.append(str(part)[:MOST_NAME])
     return ".".join([*found, *([str(path[-1])] if is_missing else [])])
 
 

@@ -9,8 +9,8 @@ from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.pythonic_detector import PythonicDetector
 
 MOST = 20_000_000  # marks of an answer times its characters: a third of a second of a parser that takes their square
+SHORTEST = 4  # characters of a mark
 # With what calls and their parts begin, where the parser does not name it.
-SHORTEST = 4
 MARKS = ("<tool_call", "<function", "<param", "<invoke", "<arg_key", "<|", "[TOOL")
 
 

@@ -32,7 +32,14 @@ def test_a_file_that_is_cut_off_is_named(folder: Path, kept: int) -> None:
 
 def test_a_file_that_the_index_names_must_be_there(folder: Path) -> None:
     (folder / "model-1.safetensors").unlink()
-    assert weight_faults(folder) == ["model.safetensors.index.json names model-1.safetensors, which is not there"]
+    assert weight_faults(folder) == ["model-1.safetensors is not there"]
+
+
+def test_weights_in_a_format_that_nobody_reads_may_be_there_in_part(folder: Path) -> None:
+    index = {"weight_map": {"w1": "pytorch_model-1.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / "consolidated.safetensors").write_bytes(b"cut")
+    assert weight_faults(folder) == []
 
 
 def test_a_damaged_header_is_named(folder: Path) -> None:
