@@ -32,7 +32,7 @@ from engine_ext.plugin.scheduler.figures import Figures
 from engine_ext.plugin.scheduler.host_copies import HostCopies
 from engine_ext.plugin.scheduler.kv_space import KVSpace
 from engine_ext.plugin.scheduler.member import GAIN, Member, Phase, Reason
-from engine_ext.plugin.scheduler.online import NOBODY, Demand, demand, is_ours, length
+from engine_ext.plugin.scheduler.online import NOBODY, Demand, demand, is_ours, length, uncomputed_tokens
 from engine_ext.plugin.scheduler.pins import Pins
 from engine_ext.plugin.scheduler.preemption import keeps_its_answer
 from engine_ext.plugin.scheduler.radix import cached_tokens
@@ -45,6 +45,7 @@ from engine_ext.step.live import LiveScan
 from engine_ext.step.plan import MOST_MADE_WAY
 
 log = logging.getLogger(__name__)
+SOON = 64  # steps for which running requests must find room beside pinned prefixes
 LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
 STEP_TOKENS = 8192  # the largest step if SGLang sets none
 SWITCH_S = 0.0005  # after which a plan's thread leaves the interpreter to a step that waits for it
@@ -137,14 +138,19 @@ class Admission:
             self.pins.release()
         return [member.req for member in members]
 
-    def keep_prefixes(self, changed: bool, room: int) -> None:
-        """Pin the cached prefix of the request that each end of the scan admits next, as far as there is `room`.
+    def keep_prefixes(self, changed: bool, chunked: Any, online: int, decoding: int) -> None:
+        """Pin the cached prefix of the request that each end of the scan admits next, as far as there is room.
 
-        Nothing is pinned when no request waits, or when none runs, since the next one may then need the whole cache. A
-        prefix that finds no room is looked up again when the cache has changed, or when there was no room at all.
-        `changed`: the cache may hold more than before.
+        That is beside what runs and begins needs in the next steps: the rest of the prompt that is computed in chunks,
+        if there is one, `online` KV tokens for online prompts, and those of `decoding` requests. Nothing is pinned when
+        no request waits, or when none runs, since the next one may then need the whole cache. A prefix that finds no
+        room is looked up again when the cache has changed, or when there was no room at all. `changed`: the cache may
+        hold more than before.
         """
         self.cache_changed |= changed
+        begun = 0 if chunked is None else uncomputed_tokens(chunked)
+        needed = begun + online + SOON * (decoding + len(self.computing) + 1)
+        room = self.space.free + self.pins.tokens - needed
         if not self.waiting or not self.running or room <= 0:
             self.pins.release()
             return

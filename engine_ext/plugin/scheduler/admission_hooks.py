@@ -26,10 +26,7 @@ from engine_ext.plugin.scheduler.admission import Admission, admission_of
 from engine_ext.plugin.scheduler.apply import Done, apply
 from engine_ext.plugin.scheduler.online import is_ours
 from engine_ext.plugin.scheduler.step_load import load_of, load_of_decodes
-from engine_ext.step.plan import StepPlan
-from engine_ext.step.view import View
 
-SOON = 64  # steps for which running requests must find room beside pinned prefixes
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
@@ -148,16 +145,9 @@ def _step(ours: Admission, scheduler: Any, running: Any, ask_sglang: Callable[[]
     if done.batch is not None and not is_beside:
         ours.prefilled(scheduler.chunked_req)
         ours.decoded = int(done.batch.decoding_reqs is not None)
-    ours.keep_prefixes(changed or done.batch is not None, _room_for_prefixes(ours, scheduler, seen.view, plan))
+    changed |= done.batch is not None
+    ours.keep_prefixes(changed, scheduler.chunked_req, plan.room.tokens, seen.view.decoding)
     return done.batch, _note_step(ours, done)
-
-
-def _room_for_prefixes(ours: Admission, scheduler: Any, view: View, plan: StepPlan) -> int:
-    """Return the KV tokens that pinned prefixes may take: those beside what runs and begins needs in the next steps."""
-    chunked = scheduler.chunked_req
-    begun = 0 if chunked is None else online.uncomputed_tokens(chunked)
-    needed = begun + plan.room.tokens + SOON * (view.decoding + len(ours.computing) + 1)
-    return ours.space.free + ours.pins.tokens - needed
 
 
 def _note_last_step(ours: Admission, scheduler: Any, running: Any, is_beside: bool) -> bool:
