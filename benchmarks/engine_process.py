@@ -61,7 +61,8 @@ class EngineProcess(Generic[E]):
         theirs.close()
         try:
             self._call(make)
-        except BaseException:
+        except BaseException as error:
+            error.add_note(f"the engine of process {self.pid} did not start")
             self._end(0)
             raise
 

@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,20 @@ async def serve(host: Any, endpoint: str, body: dict[str, Any], rid: str) -> Any
     return await host.serve(endpoint, body, rid)
 
 
+@contextmanager
+def alive(engine: EngineProcess[Any]) -> Generator[None]:
+    """Raise EngineDied where the block finds that a process of the engine has gone."""
+
+    async def rest(host: Any) -> None:
+        await asyncio.sleep(60)  # SGLang ends the engine when one of its processes has died
+
+    try:
+        yield
+    except psutil.NoSuchProcess:
+        engine.do(rest)
+        raise
+
+
 def chat(engine: EngineProcess[Any], **changes: Any) -> Any:
     return engine.do(ask, CHAT, {**QUESTION, **changes})
 
@@ -64,14 +80,15 @@ def test_plugin_is_in_the_scheduler_process(engine: EngineProcess[Any]) -> None:
 
 
 def test_an_idle_engine_leaves_the_processor_to_others(engine: EngineProcess[Any]) -> None:
-    children = psutil.Process(engine.pid).children(recursive=True)
-    schedulers = [each for each in children if each.name().startswith("sglang::sched")]
-    assert schedulers
     state(engine)
-    time.sleep(2)  # its first idle round looks through the caches
-    before = [sum(each.cpu_times()[:2]) for each in schedulers]
-    time.sleep(3)
-    assert max(sum(each.cpu_times()[:2]) - at for each, at in zip(schedulers, before, strict=True)) < 1
+    with alive(engine):
+        children = psutil.Process(engine.pid).children(recursive=True)
+        schedulers = [each for each in children if each.name().startswith("sglang::sched")]
+        assert schedulers
+        time.sleep(2)  # its first idle round looks through the caches
+        before = [sum(each.cpu_times()[:2]) for each in schedulers]
+        time.sleep(3)
+        assert max(sum(each.cpu_times()[:2]) - at for each, at in zip(schedulers, before, strict=True)) < 1
 
 
 def test_start_is_refused_when_a_hook_is_missing(engine: EngineProcess[Any]) -> None:
@@ -617,7 +634,8 @@ def test_a_stream_that_is_read_slowly_is_no_hang(engine: EngineProcess[Any]) -> 
 
 
 def test_an_engine_of_one_machine_listens_on_loopback_alone(engine: EngineProcess[Any]) -> None:
-    family = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
-    listening = [each for one in family for each in one.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    with alive(engine):
+        family = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
+        listening = [each for one in family for each in one.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
     assert listening
     assert {each.laddr.ip for each in listening} <= {"127.0.0.1", "::1"}

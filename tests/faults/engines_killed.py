@@ -23,16 +23,21 @@ import psutil
 SCHEDULER = "sglang::sched"  # the kernel keeps 15 characters of a name
 SHARE = 0.5  # of the engines that are seen
 LIFE_S = 25.0  # an engine is killed so many seconds after its start at the most
-NAMED = re.compile(r"the engine of process (\d+) died")
+NAMED = re.compile(r"the engine of process (\d+) (?:died|did not start)")
 
 
 def engines(root: psutil.Process) -> dict[int, psutil.Process]:
-    """Return the processes that hold engines, by their ids: those that have a scheduler."""
+    """Return the processes that hold engines, by their ids: those that have a scheduler, of benchmarks.engine_process.
+
+    The rehearsal of the comparison on a GPU starts and kills engines of its own.
+    """
     found: dict[int, psutil.Process] = {}
     for each in root.children(recursive=True):
         with suppress(psutil.Error, ProcessLookupError):
             parent = each.parent()
-            if each.name().startswith(SCHEDULER) and parent is not None and os.getsid(parent.pid) == parent.pid:
+            if not each.name().startswith(SCHEDULER) or parent is None or os.getsid(parent.pid) != parent.pid:
+                continue
+            if any("forkserver" in word for word in parent.cmdline()):
                 found[parent.pid] = parent
     return found
 
