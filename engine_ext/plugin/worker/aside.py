@@ -1,16 +1,19 @@
 """Does the long work of one request in a thread, so that the event loop can answer the others."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from typing import TypeVar
 
+LOOP_S = 60.0  # for which a thread waits for its loop, which may have ended
 LARGE = 100_000  # bytes of text that a tokenizer needs some tens of milliseconds for
 
 Found = TypeVar("Found")
 # One for online requests and one for batches: more would take the interpreter's time from the event loop.
 _threads = {each: ThreadPoolExecutor(1, thread_name_prefix="aside") for each in (True, False)}
+_home: ContextVar[asyncio.AbstractEventLoop] = ContextVar("home")  # whose loop the thread works for
 is_online: ContextVar[bool] = ContextVar("is_online", default=True)  # of the request that the task answers
 
 
@@ -18,5 +21,18 @@ async def aside(work: Callable[[], Found], is_large: bool) -> Found:
     """Return what `work` returns; if it is large, it runs in the thread."""
     if not is_large:
         return work()
+    loop = asyncio.get_running_loop()
+    _home.set(loop)
     thread, context = _threads[is_online.get()], copy_context()
-    return await asyncio.get_running_loop().run_in_executor(thread, lambda: context.run(work))
+    return await loop.run_in_executor(thread, lambda: context.run(work))
+
+
+def in_loop(work: Callable[[], Found]) -> Found:
+    """Return what `work` returns; in a thread of `aside`, wait for the event loop to do it."""
+    if threading.current_thread() is threading.main_thread():
+        return work()
+
+    async def done() -> Found:
+        return work()
+
+    return asyncio.run_coroutine_threadsafe(done(), _home.get()).result(LOOP_S)

@@ -1,0 +1,177 @@
+"""Bounds how long the parsers of answers hold the event loop.
+
+SGLang finds tool calls and thoughts in the loop. Some of its parsers take the square or the cube of what a model
+writes, and in a stream most of them parse the whole call again for each token. So a parser that takes too long, or
+fails, is ended, and its answer is text; and the parsers of one project together get a share of the time, beyond which
+its streams skip steps (the next step has their text too) and its answers wait.
+"""
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from functools import partial
+from types import FrameType
+from typing import Any, TypeVar
+
+from sglang.srt.function_call.core_types import StreamingParseResult
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.function_call.json_array_parser import JsonArrayParser
+from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+from engine_ext.plugin.worker.aside import in_loop
+
+AT_ONCE_S = 0.5  # of the thread's time, for the answers of one body: others' tokens wait for it
+LEAST_S = 0.002  # for each further answer of that body: an ordinary call takes less
+BURST_S = 0.5  # that the parsers of one project may take above their share
+SHARE = 0.125  # of the time, for the parsers of one project
+AGAIN_S = 20e-6  # until the next alarm, where a parser has caught the last one
+MOST_BUDGETS = 1000  # that are kept, beside those of projects that are above their share
+
+Found = TypeVar("Found")
+project: ContextVar[str] = ContextVar("project", default="")  # of the request that the task answers
+
+
+class TooLongError(BaseException):
+    """A parser has used its time. No Exception, because the parsers catch those."""
+
+
+class Budget:
+    """What the parsers of one project may take."""
+
+    def __init__(self, left_s: float = BURST_S) -> None:
+        self.now_s = AT_ONCE_S  # before others' tokens are sent
+        self._left_s = left_s
+        self._at = time.monotonic()
+
+    def wait_s(self) -> float:
+        """Return how long its parsers must rest."""
+        if self._left_s < BURST_S:
+            now = time.monotonic()
+            self._left_s = min(BURST_S, self._left_s + SHARE * (now - self._at))
+            self._at = now
+        return max(0.0, -self._left_s / SHARE)
+
+    def run(self, parse: Callable[[], Found]) -> Found:
+        """Return what `parse` returns. Raises TooLongError."""
+        started = time.thread_time()
+        try:
+            return _limited(max(LEAST_S, self.now_s), parse)
+        finally:
+            used = time.thread_time() - started
+            self.wait_s()
+            self.now_s -= used
+            self._left_s -= used
+
+
+budgets: dict[str, Budget] = {}
+
+
+def budget() -> Budget:
+    """Return the budget of the task's project."""
+    name = project.get()
+    found = budgets.get(name)
+    if found is None:
+        if len(budgets) >= MOST_BUDGETS:
+            for idle in [key for key, each in budgets.items() if not each.wait_s()]:
+                del budgets[idle]
+        found = budgets[name] = Budget()
+    return found
+
+
+_until = 0.0  # of the thread's time, for the parser that runs
+
+
+def _limited(seconds: float, parse: Callable[[], Found]) -> Found:
+    global _until
+    _until = time.thread_time() + seconds
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return parse()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _alarm(_: int, frame: FrameType | None) -> None:
+    """End the parser that runs; both Python and its regular expressions look for signals."""
+    while frame is not None and frame.f_code is not _limited.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return
+    left = _until - time.thread_time()  # more, where this process had no core
+    signal.setitimer(signal.ITIMER_REAL, max(left, AGAIN_S))
+    if left <= 0:
+        raise TooLongError
+
+
+def paced(manager: Any) -> None:
+    """Let SGLang's tokenizer manager send answers as their projects' budgets allow."""
+    generate = manager.generate_request
+
+    async def generate_request(obj: Any, request: Any = None) -> AsyncGenerator[Any, None]:
+        async with aclosing(generate(obj, request)) as steps:
+            async for found in steps:
+                allowed = budget()
+                is_last = isinstance(found, list) or found["meta_info"].get("finish_reason") is not None
+                if allowed.wait_s() and not is_last:
+                    continue
+                while rest_s := allowed.wait_s():
+                    await asyncio.sleep(rest_s)
+                allowed.now_s = AT_ONCE_S
+                yield found
+
+    manager.generate_request = generate_request
+
+
+def bound() -> None:
+    """Bound SGLang's parsers. Call it in the main thread, where the event loop must run."""
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("alarms reach the main thread alone")
+    signal.signal(signal.SIGALRM, _alarm)
+    if FunctionCallParser.has_tool_call.__module__ == __name__:
+        return
+    calls: Any = FunctionCallParser
+    thoughts: Any = ReasoningParser
+    calls.has_tool_call = _whole(calls.has_tool_call, lambda text: False)
+    calls.parse_non_stream = _whole(calls.parse_non_stream, lambda text: (text, []))
+    calls.parse_stream_chunk = _part(calls.parse_stream_chunk, lambda text: (text, []))
+    JsonArrayParser.parse_streaming_increment = _part(  # type: ignore[method-assign]
+        JsonArrayParser.parse_streaming_increment, lambda text: StreamingParseResult(normal_text=text)
+    )
+    thoughts.parse_non_stream = _whole(thoughts.parse_non_stream, lambda text: (None, text))
+    thoughts.parse_stream_chunk = _part(thoughts.parse_stream_chunk, lambda text: (None, text))
+    thoughts.parse_stream_end = _part(thoughts.parse_stream_end, lambda text: (None, text))
+
+
+def _whole(parse: Any, as_text: Callable[[str], Any]) -> Any:
+    def parse_whole(self: Any, text: str) -> Any:
+        try:
+            return in_loop(partial(budget().run, partial(parse, self, text)))
+        except (TooLongError, Exception):  # what no parser understands is still an answer
+            return as_text(text)
+
+    return parse_whole
+
+
+def _part(parse: Any, as_text: Callable[[str], Any]) -> Any:
+    def parse_part(self: Any, text: str = "", *more: Any) -> Any:
+        detector = getattr(self, "detector", self)
+        if detector.__dict__.get("is_given_up"):
+            return as_text(text)
+        held = _held(detector)
+        try:
+            return budget().run(partial(parse, self, *([text] if parse.__code__.co_argcount > 1 else []), *more))
+        except (TooLongError, Exception):
+            detector.is_given_up = True
+            return as_text(held + text)
+
+    return parse_part
+
+
+def _held(detector: Any) -> str:
+    """Return the text that a detector keeps until it knows what it is."""
+    parts = (detector, *(getattr(detector, name, None) for name in ("parser", "harmony_parser")))
+    return next((text for each in parts if (text := getattr(each, "_buffer", ""))), "")
