@@ -20,13 +20,11 @@ from engine_ext.plan.window import Outputs, Shape, WindowPlan, plan_window
 from service.db.sessions import Database
 from service.estimates.length_memory import profiles_of, remembered
 from service.jobs.fair_window import Span, fitting
-from service.objects.plan_artifact import LINE, PLACE, Lines, Places
+from service.objects.plan_artifact import LINE, PLACE, SLICE_BYTES, Lines, Places
 from service.objects.request_index import Records, RequestIndex
 from service.objects.request_output import EXACT, MOST_TOKENS
 from service.objects.storage import Storage
 from service.settings import Settings
-
-SLICE_BYTES = 64 << 20  # of its lines
 
 
 @dataclass(frozen=True, slots=True)

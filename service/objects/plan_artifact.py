@@ -18,6 +18,7 @@ PLACE = np.dtype([("batch", "<u4"), ("request", "<u4")])
 # Where a request's line is in its batch's input file, and by what the lengths of its answers are remembered.
 LINE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("beginning", "<i8"), ("kind", "<i8")])
 
+SLICE_BYTES = 64 << 20  # of the lines of a slice, which a worker reads at once
 MOST_REMEMBERED = 16  # plans
 _batches: OrderedDict[str, list[str]] = OrderedDict()  # of a plan, by its id; the last ones that were asked for
 

@@ -21,6 +21,7 @@ from service.errors import StartError
 from service.metrics.counters import LOOP_LAG, SLICES
 from service.metrics.engine import EngineMetrics
 from service.metrics.gpu_health import GpuHealth
+from service.objects.plan_artifact import SLICE_BYTES
 from service.objects.storage import Storage
 from service.queue.announcements import Announcements
 from service.queue.bell import Bell, Job
@@ -45,6 +46,7 @@ LAG_EVERY_S = 0.25  # between two looks at how late the event loop is
 HORIZON_S = 900.0  # of work in flight that is enough
 REST_LOOK_S = 60.0  # between two looks at an idle engine
 TRIAL_WAITS_S = 300.0  # for which a suspect slice waits for online requests
+MOST_BYTES = 256 << 20  # of the lines in flight, whose decoded bodies take some times as much memory
 IN_FLIGHT = 4  # times the requests that an engine runs at once: what the scan needs for its blend
 DRAIN_S = 4.0  # to write the remaining answers; container runtimes allow ten seconds for the whole stop
 LATE_S = 1.0  # for tasks that have not ended after the drain
@@ -214,8 +216,10 @@ class Worker:
 
         In flight are as many requests as the scan needs for its blend, or half of these where they last for long, and
         no more than this worker's share. Only what is as urgent as the next slice counts against it, because the engine
-        lets it in before all others.
+        lets it in before all others. The lines of all that is in flight fit into memory.
         """
+        if sum(run.size for run in self._runs) > MOST_BYTES - SLICE_BYTES:
+            return False
         requests = sum(run.remaining for run in self._runs)
         lasts = self._metrics.remaining_s > HORIZON_S and 2 * requests >= self._in_flight_requests
         if requests < self._in_flight_requests and not lasts and await self._sharing.may_take(self._runs):

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -51,7 +51,7 @@ class Loaded:
     """The unanswered requests of a slice's live batches, in the order of the plan.
 
     `places`: int64 [requests of the slice], the positions of all its requests in the window's plan. `counts`: its
-    durable answers by batch. `segments`: how many segments the slice's earlier leases wrote.
+    durable answers by batch. `segments`: how many segments the slice's earlier leases wrote. `size`: bytes of lines.
     """
 
     requests: list[Request]
@@ -59,6 +59,7 @@ class Loaded:
     batch_ids: set[str]
     counts: dict[str, Counts]
     segments: Told
+    size: int = 0
 
 
 AT_ONCE = 1 << 20  # bytes of lines that are decoded before streams have their turn
@@ -105,7 +106,8 @@ async def load(lease: Lease, database: Database, storage: Storage, clock: Callab
     for batch, numbers, mine in parts:
         found.requests.extend(await _read(storage, batch, clock(), numbers, found.places[mine], lines[mine], profiles))
     found.requests.sort(key=lambda request: request.place)
-    return found
+    size = sum(int(lines["length"][mine].sum()) for _, _, mine in parts)
+    return replace(found, size=size)
 
 
 class _Plan(NamedTuple):

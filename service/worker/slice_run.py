@@ -20,6 +20,7 @@ from service.endpoints import BY_PATH
 from service.metrics import tracing
 from service.metrics.counters import HANDED_OVER, RETRIES, SEGMENTS, count_answer, timed
 from service.objects.json_lines import line_of
+from service.objects.plan_artifact import SLICE_BYTES
 from service.objects.shards import Answer, Outcome, Shard, Told, Usage
 from service.objects.storage import Storage
 from service.queue.counts import Counts
@@ -89,6 +90,7 @@ class SliceRun:
         self._left = Counter[str]()  # by batch: requests without a durable answer
         self._let_go = set[str]()  # batches whose share of the slice is done
         self.remaining = lease.count
+        self.size = SLICE_BYTES  # of its lines; as many as it may have until they are read
         self.answered = 0  # in this run
         self.batch_ids: set[str] = set()
 
@@ -122,7 +124,7 @@ class SliceRun:
         found = await load(self.lease, self._database, self._storage, self._clock)
         requests, self._places, self._before = found.requests, found.places, found.segments
         self.batch_ids, self._counts = found.batch_ids, found.counts
-        self.remaining = len(requests)
+        self.remaining, self.size = len(requests), found.size
         self._left.update(request.batch_id for request in requests)
         about = {"slice": self.lease.slice_id, "epoch": self.lease.epoch, "requests": len(requests)}
         with tracing.stage("slice", sorted(self.batch_ids), worker=self._settings.worker_name, **about):

@@ -12,6 +12,7 @@ from sqlalchemy.exc import OperationalError
 
 from benchmarks.paced import PacedEngine
 from service.db.tables import Batch, BatchStatus, Slice, SliceBatch
+from service.objects.plan_artifact import SLICE_BYTES
 from service.queue.crew import CrewBoard
 from service.queue.leases import Leases
 from service.worker.script import Rule
@@ -87,10 +88,14 @@ async def test_the_slower_worker_gets_less(harness: Harness) -> None:
     assert slow < fast
 
 
+async def leased(harness: Harness) -> int:
+    async with harness.database.read() as session:
+        return len((await session.scalars(select(Slice).where(Slice.status == "leased"))).all())
+
+
 async def are_leased(harness: Harness, slices: int) -> bool:
     await harness.reconciler.run_once()
-    async with harness.database.read() as session:
-        return len((await session.scalars(select(Slice).where(Slice.status == "leased"))).all()) >= slices
+    return await leased(harness) >= slices
 
 
 async def has_slices(harness: Harness, worker: str) -> bool:
@@ -188,3 +193,22 @@ async def test_a_hand_over_that_is_in_doubt_runs_each_request_once(harness: Harn
                 [batch] = await harness.until_ended(batch_id)
     assert each_once(*engines)
     assert len((await harness.results(batch))[0]) == 64
+
+
+async def test_a_worker_holds_no_more_lines_than_fit_into_memory(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no slice beside the first one until that has run, though its engine could."""
+    monkeypatch.setattr("service.worker.loop.MOST_BYTES", SLICE_BYTES + 1)
+    engine = HeldEngine()
+    async with crew(harness, engine):
+        batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
+        await harness.plan()
+        await until(lambda: has_run(harness, engine, 1))
+        for _ in range(20):
+            await harness.reconciler.run_once()
+            await asyncio.sleep(0.05)
+        assert await leased(harness) == 1
+        engine.released.set()
+        await harness.until_ended(batch_id)
+    assert each_once(engine)
