@@ -1,28 +1,51 @@
 """Measures how long one project waits for a short answer while another one's long prompts are computed.
 
-    python -m benchmarks.neighbours
+    python -m benchmarks.neighbours [--smollm]
 
-The tiny model on this machine's CPU, through the worker's host. Project A asks for one token after each of eight
-different prompts of 8,000 tokens, or for one such prompt with its log probabilities; B asks for 1 or 8 tokens after a
-word, 2 or 20 times a second. Prints B's median and worst wait, and how long A took.
+The tiny model or the demo's real one on this machine's CPU, through the worker's host. Project A sends one body: eight
+different long prompts, one with log probabilities, or one with 128 answers. B asks for 1 or 8 tokens after a word, 2 or
+20 times a second, until A has its answers. Prints B's median and worst wait, and how long A took.
 """
 
+import argparse
 import asyncio
 import statistics
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.engine_process import EngineProcess
 from service.demo.prompts import corpus
+from service.demo.smollm import ensure_smollm
 from service.demo.tiny import NAME, ensure_tiny_model
 from service.estimates.model_costs import planning_costs
 
-TOKENS = 8000  # of a prompt
-# Tokens that B asks for, seconds between two of its requests, A's prompts, and the log probabilities of each token.
-CASES = ((1, 0.5, 8, 0), (1, 0.05, 8, 0), (8, 0.5, 8, 0), (1, 0.5, 1, 20), (1, 0.5, 1, 85))
+
+class Case(NamedTuple):
+    """What A sends: prompts of so many tokens, with log probabilities of each token, or with several answers.
+
+    B asks for `asked` tokens every `every_s` seconds.
+    """
+
+    asked: int = 1
+    every_s: float = 0.5
+    prompts: int = 1
+    tokens: int = 7900
+    logprobs: int = 0
+    n: int = 1
+
+
+CASES = (
+    Case(prompts=8),
+    Case(every_s=0.05, prompts=8),
+    Case(asked=8, prompts=8),
+    Case(logprobs=20),
+    Case(logprobs=85),
+    Case(tokens=4000, n=128),
+)
+ANSWER = 32  # tokens of each of several answers
 
 
 def _make_host(model: str) -> Any:
@@ -36,42 +59,44 @@ async def _start(host: Any) -> None:
     await host.start()
 
 
-async def _case(
-    host: Any, number: int, tokens: int, every_s: float, count: int, logprobs: int
-) -> tuple[list[float], float]:
+async def _case(host: Any, number: int, case: Case) -> tuple[list[float], float]:
     async def ask(name: str) -> float:
         began = time.monotonic()
-        body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens}
+        body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": case.asked}
         answer = await host.serve("/v1/chat/completions", {**body, "ignore_eos": True}, name, project="b")
         assert answer.status_code == 200, answer.body
         return time.monotonic() - began
 
     await ask(f"chatcmpl-warm-{number}")
-    prompts = [[10 + number * 8 + each] * TOKENS for each in range(count)]
+    prompts = [[10 + number * 8 + each] * case.tokens for each in range(case.prompts)]
     body: dict[str, Any] = {"model": NAME, "prompt": prompts, "max_tokens": 1}
-    body |= {"echo": True, "logprobs": logprobs} if logprobs else {}
+    body |= {"echo": True, "logprobs": case.logprobs} if case.logprobs else {}
+    body |= {"n": case.n, "max_tokens": ANSWER, "ignore_eos": True} if case.n > 1 else {}
     began = time.monotonic()
     theirs = asyncio.create_task(host.serve("/v1/completions", body, f"cmpl-{number}", project="a"))
     asked: list[asyncio.Task[float]] = []
     while not theirs.done():
         asked.append(asyncio.create_task(ask(f"chatcmpl-{number}-{len(asked)}")))
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(case.every_s)
     took = time.monotonic() - began
-    assert (await theirs).status_code == 200
+    answer = await theirs
+    assert answer.status_code == 200, answer.body
     return list(await asyncio.gather(*asked)), took
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smollm", action="store_true", help="the demo's real model")
+    is_real = parser.parse_args().smollm
     with tempfile.TemporaryDirectory(prefix="batchweave-neighbours-") as folder:
-        model = ensure_tiny_model(Path(folder) / "model", corpus())
+        path = Path(folder) / "model"
+        model = ensure_smollm(path) if is_real else ensure_tiny_model(path, corpus())
         with EngineProcess(partial(_make_host, str(model)), Path(folder) / "engine.log") as engine:
             engine.do(_start)
-            for number, (tokens, every_s, count, logprobs) in enumerate(CASES):
-                waits, took = engine.do(_case, number, tokens, every_s, count, logprobs)
+            for number, case in enumerate(CASES):
+                waits, took = engine.do(_case, number, case)
                 waited = f"median {statistics.median(waits):.2f} s, worst {max(waits):.2f} s of {len(waits)}"
-                theirs = f"A sends {count} prompts" + (f" for {logprobs} log probabilities a token" if logprobs else "")
-                asked = f"B asks for {tokens} tokens {1 / every_s:.0f} times a second"
-                print(f"{theirs}, {asked}: {waited}; A took {took:.1f} s", flush=True)
+                print(f"{case}: B waits {waited}; A took {took:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
