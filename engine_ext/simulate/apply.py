@@ -31,18 +31,18 @@ def apply(
 ) -> Load:
     """Say who leaves, who rests, who is admitted, and what each prompt computes; return the step's online work."""
     totals = engine.totals[0]
-    left, goes_first = plan.budget, view.chunk.is_ours and not plan.parks
-    tokens = plan.room.tokens - (view.chunk.left if goes_first else 0)  # the prompt in chunks has its room
+    left, continues = plan.budget, view.chunk.is_ours and not plan.parks
+    tokens = plan.room.tokens - (view.chunk.left if continues else 0)  # the prompt in chunks has its room
     if plan.room.tokens > 0:
-        if not goes_first:
+        if not continues:
             _drop_parked(engine, cache, heap, state, tokens)
         _make_room(engine, cache, heap, state, tokens, plan.room.must)
     for k in range(len(view.kv)):
         engine.requests[ours.batch[k]].rests = 1 if ours.rests[k] else 0
-    if goes_first:
+    if continues and not plan.yields:
         left = _compute_batch(engine, left)
     left, load, reserved = _compute_online(engine, cache, heap, line, ours, left, first_online)
-    if not goes_first and not plan.parks:
+    if plan.yields:
         left = _compute_batch(engine, left)
     left = _admit_batch(engine, cache, heap, state, plan.admitted, left, reserved)
     if left == plan.budget and totals.online_decoding == 0 and plan.left_out == len(view.kv):

@@ -61,9 +61,9 @@ def decide(state: State, memory: Memory, view: View, rests: Bools) -> tuple[Step
         # Where the KV cache might not do for all, an engine has to see them: it retracts them, and not online requests.
         divided = share(memory, view, rests, free >= ROOM * view.page * view.decoding)
     budget, admitted, left_out = _scan(state, view, divided, rests)
-    budget, parks = _way(view, max(budget, divided.online), divided.online, free)
+    budget, parks, yields = _way(view, max(budget, divided.online), divided.online, free)
     room, is_cut = _room(view, parks), bool(divided.is_cut)
-    plan = StepPlan(budget, admitted, left_out, parks, room, float(divided.limit_s), is_cut)
+    plan = StepPlan(budget, admitted, left_out, parks, yields, room, float(divided.limit_s), is_cut)
     return plan, After(waiting(state), has_drifted(state), next_of(state, LEFT), next_of(state, RIGHT))
 
 
@@ -153,20 +153,23 @@ def _scan(state: State, view: View, divided: Share, rests: Bools) -> tuple[int, 
 
 
 @compiled
-def _way(view: View, budget: int, online: int, free: int) -> tuple[int, bool]:
-    """Return the step's budget, and whether our prompt in chunks is parked: the engine computes it before all others.
+def _way(view: View, budget: int, online: int, free: int) -> tuple[int, bool, bool]:
+    """Return the step's budget, and whether our prompt in chunks is parked, or yields: the engine computes it first.
 
-    It makes way if it leaves fewer than `online` tokens to prompts that wait. If it may not, the step is longer. Where
-    no KV token is free beside those that others need next, SGLang would take its whole chunk, and fail.
+    If it leaves fewer than `online` tokens to prompts that wait, it yields these where that lets them end; an engine
+    has one prompt in chunks at a time. Else it makes way. If it may not, the step is longer. Where no KV token is free
+    beside those that others need next, SGLang would take its whole chunk, and fail.
     """
     chunk = view.chunk
     if not chunk.is_ours or chunk.left == 0:
-        return budget, False
+        return budget, False, False
     if chunk.can_park and free <= view.decoding + view.online.reserved + view.page:
-        return budget, True
+        return budget, True, False
     if view.online.waiting == 0 or chunk.left + online <= budget:
-        return budget, False
-    return (budget, True) if chunk.may_park else (min(chunk.left + online, view.largest), False)
+        return budget, False, False
+    if online == view.online.tokens and budget - online >= PAGE:
+        return budget, False, True
+    return (budget, True, False) if chunk.may_park else (min(chunk.left + online, view.largest), False, False)
 
 
 @compiled

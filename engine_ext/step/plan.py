@@ -20,8 +20,9 @@ class StepPlan(NamedTuple):
     """What a step does, beside who rests, which `decide` writes into an array.
 
     `budget`: the prompt tokens of all. `admitted`: so many of the scan's `admitted`, the first ones. `left_out`: how
-    many decodes of batches rest. `parks`: the batch's prompt in chunks is stopped where it is. `room`: what online
-    prompts need, for which requests of batches leave the engine. `limit_s`: the most seconds that the step may take,
+    many decodes of batches rest. `parks`: the batch's prompt in chunks is stopped where it is. `yields`: it leaves the
+    online prompts their part of the budget. `room`: what these need, for which requests of batches leave the engine.
+    `limit_s`: the most seconds that the step may take,
     but for what batches are owed. `is_cut`: batches get fewer prompt tokens than there is room for.
     """
 
@@ -29,6 +30,7 @@ class StepPlan(NamedTuple):
     admitted: int
     left_out: int
     parks: bool
+    yields: bool
     room: Room
     limit_s: float
     is_cut: bool

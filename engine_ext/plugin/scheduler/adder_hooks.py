@@ -7,6 +7,7 @@ reservation holds. `admission_hooks.py` marks the batch whose adder these hooks 
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_ext.plugin.scheduler import online, turns
@@ -26,7 +27,12 @@ def reserve_for_online(original: Callable[..., None], adder: Any, *args: Any, **
 
 
 def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reserve nothing for the output of a request that the scan admits, and what SGLang does for all others."""
+    """Reserve nothing for the output of a request that the scan admits, and what SGLang does for all others.
+
+    Beside a prompt in chunks that left room to others, no second one is cut into chunks: SGLang would fail.
+    """
+    if getattr(adder, "batchweave_continues", False) and _uncached(req) > adder.rem_chunk_tokens:
+        return AddReqResult.OTHER
     if not _admits(adder):
         return original(adder, req, *args, **kwargs)
     if not is_ours(req):
@@ -44,15 +50,17 @@ def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw
 
 
 def continue_chunk(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let an online prompt that is computed in chunks leave room in the step to those whose turn is before its.
+    """Let a prompt that is computed in chunks leave room in the step to those that go first.
 
-    SGLang gives such a prompt whole steps, one after the other. What it reserves for its answer holds.
+    SGLang gives such a prompt whole steps, one after the other. What it reserves for the answer of an online one holds.
     """
     left_out = _left_to_others(adder, req)
     if left_out:
         adder.rem_chunk_tokens -= left_out
     try:
-        return original(adder, req, *args, **kwargs)
+        found = original(adder, req, *args, **kwargs)
+        adder.batchweave_continues = found is not None
+        return found
     finally:
         if left_out:
             adder.rem_chunk_tokens += left_out
@@ -67,6 +75,10 @@ def _left_to_others(adder: Any, req: Any) -> int:
         return 0
     needed = (max(1, online.length(each) - cached_tokens(adder.tree_cache, each).tokens) for each in first)
     return max(0, most - turns.chunk_tokens(needed, most, adder.page_size))
+
+
+def _uncached(req: Any) -> int:
+    return len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
 
 
 def _admits(adder: Any) -> bool:

@@ -7,7 +7,7 @@ from engine_ext.plugin.scheduler import preemption, resting, turns
 from engine_ext.plugin.scheduler.adapters import held_back, waits_for_adapter
 from engine_ext.plugin.scheduler.admission import Admission
 from engine_ext.plugin.scheduler.member import Reason
-from engine_ext.plugin.scheduler.online import is_ours, length
+from engine_ext.plugin.scheduler.online import LOOKED_UP, is_ours, length
 from engine_ext.plugin.scheduler.radix import cached_tokens
 from engine_ext.step.plan import Room, StepPlan
 from engine_ext.step.view import View
@@ -58,6 +58,8 @@ def _clear_the_way(ours: Admission, scheduler: Any, running: Any, plan: StepPlan
         with ours.copies.following():
             parked = preemption.park(scheduler)
         ours.stop(parked, Reason.PARKED, computed)
+    elif scheduler.chunked_req in ours.running:  # who goes first has its tokens of the step (`adder_hooks.py`)
+        scheduler.chunked_req.batchweave_first = scheduler.waiting_queue[:LOOKED_UP] if plan.yields else ()
     if plan.room.tokens > 0 and preemption.can_take_off(scheduler):
         _make_room(ours, scheduler, running, plan.room)
     rests = [req for req in rests if req in ours.running]

@@ -92,14 +92,15 @@ class Scene:
 class Compared:
     """Counts the `steps` of scenes, and those whose plan was carried out on both engines (`applied`).
 
-    `admitted`, `parked`, `rested`, `made_way`: steps in which requests of the batch were. `no_room`: steps in which an
-    online prompt waited and none was computed. `differences`: what differed.
+    `admitted`, `parked`, `yielded`, `rested`, `made_way`: steps in which requests of the batch were, or did. `no_room`:
+    steps in which an online prompt waited and none was computed. `differences`: what differed.
     """
 
     steps: int = 0
     applied: int = 0
     admitted: int = 0
     parked: int = 0
+    yielded: int = 0
     rested: int = 0
     made_way: int = 0
     no_room: int = 0
@@ -150,6 +151,7 @@ def _compare_step(mirror: Mirror, frame: Frame, name: str, found: Compared) -> N
     found.steps += 1
     found.admitted += plan.admitted > 0
     found.parked += plan.parks
+    found.yielded += plan.yields
     found.rested += plan.left_out > 0
     if len(frame.admitted) < plan.admitted or not mirror.is_exact(frame):
         return  # a request waits for its twin's prefix, or half a node is cached

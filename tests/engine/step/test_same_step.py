@@ -19,5 +19,5 @@ def test_sglang_and_the_simulator_take_the_same_steps(demo: Path, tmp_path: Path
             compare(engine, tmp_path, seed, found)
     print(found)
     assert not found.differences, "\n".join(found.differences[:20])
-    assert min(found.parked, found.rested, found.made_way, found.no_room) > 0
+    assert min(found.parked, found.yielded, found.rested, found.made_way, found.no_room) > 0
     assert found.applied > 0.9 * found.steps > 0

@@ -135,22 +135,33 @@ def test_what_batches_are_owed_they_get_at_a_chunk_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "waiting", "parks"),
+    ("tokens", "chunk", "waiting", "does"),
     [
-        (Chunk(2000, 500, True, True, True), 1, True),
-        (Chunk(100, 500, True, True, True), 1, False),
-        (Chunk(2000, 500, True, True, False), 1, False),
-        (Chunk(2000, 500, True, True, True), 0, False),
-        (Chunk(2000, 500, False, False, False), 1, False),
+        (1500, Chunk(2000, 500, True, True, True), 1, "yields"),
+        (LARGEST, Chunk(2000, 500, True, True, True), 1, "parks"),
+        (1500, Chunk(100, 500, True, True, True), 1, ""),
+        (1500, Chunk(2000, 500, True, False, False), 1, "yields"),
+        (LARGEST, Chunk(2000, 500, True, True, False), 1, ""),
+        (1500, Chunk(2000, 500, True, True, True), 0, ""),
+        (1500, Chunk(2000, 500, False, False, False), 1, ""),
     ],
-    ids=["in the way", "small", "may not", "nobody waits", "an online one"],
+    ids=["in the way", "of a long one", "small", "cannot", "may not", "nobody waits", "an online one"],
 )
-def test_a_prompt_of_a_batch_makes_way_for_those_that_wait(chunk: Chunk, waiting: int, parks: bool) -> None:
-    view = beside(prompts(1500, waiting), chunk=chunk)
-    found = step(view)
-    assert found.plan.parks == parks
-    if chunk.is_ours and waiting and not parks:
-        assert found.plan.budget >= min(chunk.left + divided(view).online, LARGEST)
+def test_a_prompt_of_a_batch_makes_way_for_those_that_wait(tokens: int, chunk: Chunk, waiting: int, does: str) -> None:
+    view = beside(prompts(tokens, waiting), chunk=chunk)
+    plan, online = step(view).plan, divided(view).online
+    assert (plan.parks, plan.yields) == (does == "parks", does == "yields")
+    if does == "yields":
+        assert online == tokens
+        assert PAGE <= plan.budget - online < chunk.left
+    elif chunk.is_ours and waiting and not does:
+        assert plan.budget >= min(chunk.left + online, LARGEST)
+
+
+def test_a_prompt_of_a_batch_parks_where_the_step_has_no_page_for_it() -> None:
+    view = beside(prompts(LARGEST - PAGE + 1), chunk=Chunk(2000, 500, True, True, True))
+    assert step(view).plan.parks
+    assert step(view._replace(online=prompts(LARGEST - PAGE))).plan.yields
 
 
 def test_a_prompt_of_a_batch_for_which_the_cache_has_no_room_is_parked() -> None:
