@@ -29,6 +29,7 @@ SCHEMA_DEPTH = 128  # levels of the JSON, two for each level of the schema
 MOST_ENUM = 1000
 MOST_PROPERTIES = 256
 MOST_COUNTED_PROPERTIES = 64  # of an object with minProperties or maxProperties
+MOST_SCHEMAS = 2000  # objects that are schemas; the check of each takes 0.2 ms
 MOST_NUMBERS = 32  # numbers with bounds
 MOST_LENGTHS = 32  # patterns and bounds of lengths
 MOST_DIFFERENT_LENGTHS = 8  # of these; each different one takes seconds to compile
@@ -240,7 +241,7 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
     `has_data`: examples and the like are no schemas. Where a reference may lead to one, all is judged as if it were.
     """
     depth, left = 0, [(schema, 1, Role.SCHEMA)]
-    counts: dict[str, int] = dict.fromkeys(("characters", "properties", "numbers", "lengths", "ways"), 0)
+    counts: dict[str, int] = dict.fromkeys(("characters", "schemas", "properties", "numbers", "lengths", "ways"), 0)
     different = set[Any]()
     while left:
         value, at, role = left.pop()
@@ -252,6 +253,7 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
                 return schema_risk(schema, has_data=False)
             if role is Role.SCHEMA and (reason := _object_risk(value, counts, different)):
                 return reason
+            counts["schemas"] += role is Role.SCHEMA
             counts["characters"] += sum(map(len, value)) + 4 * len(value)
             left += [(each, at + 1, role.of(name) if has_data else role) for name, each in value.items()]
         elif role is Role.MAP:
@@ -268,6 +270,7 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
 
 def _too_many(counts: dict[str, int]) -> str | None:
     for name, about, most in (
+        ("schemas", "schemas in it", MOST_SCHEMAS),
         ("properties", "properties", MOST_PROPERTIES),
         ("numbers", "numbers with bounds", MOST_NUMBERS),
         ("ways", "choices and references", MOST_WAYS),

@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -63,6 +63,11 @@ def _door_of(engine: OnlineEngine | None, settings: Settings, against: Callable[
         log.warning("no online requests: set BATCHWEAVE_SECRET_KEY to the same value for all roles")
         return None
     return Door(engine, settings.served_models, token, settings.max_line_bytes, against)
+
+
+def _fit(runs: Iterable[SliceRun]) -> bool:
+    """Return whether there is memory for the lines of one more slice beside those of these runs."""
+    return sum(run.size for run in runs) <= MOST_BYTES - SLICE_BYTES
 
 
 class Worker:
@@ -216,13 +221,11 @@ class Worker:
 
         In flight are as many requests as the scan needs for its blend, or half of these where they last for long, and
         no more than this worker's share. Only what is as urgent as the next slice counts against it, because the engine
-        lets it in before all others. The lines of all that is in flight fit into memory.
+        lets it in before all others. The lines of what counts fit into memory.
         """
-        if sum(run.size for run in self._runs) > MOST_BYTES - SLICE_BYTES:
-            return False
-        requests = sum(run.remaining for run in self._runs)
+        requests, fits = sum(run.remaining for run in self._runs), _fit(self._runs)
         lasts = self._metrics.remaining_s > HORIZON_S and 2 * requests >= self._in_flight_requests
-        if requests < self._in_flight_requests and not lasts and await self._sharing.may_take(self._runs):
+        if fits and requests < self._in_flight_requests and not lasts and await self._sharing.may_take(self._runs):
             return True
         if time.monotonic() - self._peeked_at < PEEK_S:
             return False
@@ -232,8 +235,9 @@ class Worker:
             return False
         async with self._database.read() as session:
             pools = await pools_of(session, [head, *(run.lease.slice_id for run in self._runs)], self._clock())
-        before = sum(run.remaining for run in self._runs if pools.get(run.lease.slice_id, 0) <= pools.get(head, 0))
-        return before < requests and 2 * before < self._in_flight_requests
+        urgent = [run for run in self._runs if pools.get(run.lease.slice_id, 0) <= pools.get(head, 0)]
+        before = sum(run.remaining for run in urgent)
+        return before < requests and 2 * before < self._in_flight_requests and _fit(urgent)
 
     async def _take_slice(self) -> None:
         """Start one more slice if the engine has room for it."""

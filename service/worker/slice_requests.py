@@ -5,7 +5,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,7 +33,7 @@ from service.requests.lines import RequestLine
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A request of the slice, ready to run. `place`: its position in the window's plan."""
+    """A request of the slice, ready to run. `place`: its position in the window's plan; `size`: bytes of its line."""
 
     batch_id: str
     number: int
@@ -41,6 +41,7 @@ class Request:
     custom_id: str
     body: dict[str, Any]
     place: int
+    size: int
     accept: Accept
     terms: Terms
     request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(16)}")  # in its answer line and in the log
@@ -51,7 +52,7 @@ class Loaded:
     """The unanswered requests of a slice's live batches, in the order of the plan.
 
     `places`: int64 [requests of the slice], the positions of all its requests in the window's plan. `counts`: its
-    durable answers by batch. `segments`: how many segments the slice's earlier leases wrote. `size`: bytes of lines.
+    durable answers by batch. `segments`: how many segments the slice's earlier leases wrote.
     """
 
     requests: list[Request]
@@ -59,7 +60,6 @@ class Loaded:
     batch_ids: set[str]
     counts: dict[str, Counts]
     segments: Told
-    size: int = 0
 
 
 AT_ONCE = 1 << 20  # bytes of lines that are decoded before streams have their turn
@@ -106,8 +106,7 @@ async def load(lease: Lease, database: Database, storage: Storage, clock: Callab
     for batch, numbers, mine in parts:
         found.requests.extend(await _read(storage, batch, clock(), numbers, found.places[mine], lines[mine], profiles))
     found.requests.sort(key=lambda request: request.place)
-    size = sum(int(lines["length"][mine].sum()) for _, _, mine in parts)
-    return replace(found, size=size)
+    return found
 
 
 class _Plan(NamedTuple):
@@ -187,7 +186,7 @@ async def _read(
         wanted = known(accept, line.batchweave)
         body = with_limit(line.url, line.body, batch.max_tokens)
         terms = Terms(due, lengths, batch.project_id, wanted.loops == "stop", wanted.thinking_tokens)
-        requests.append(Request(batch.id, number, line.url, line.custom_id, body, place, wanted, terms))
+        requests.append(Request(batch.id, number, line.url, line.custom_id, body, place, len(raw), wanted, terms))
     return requests
 
 

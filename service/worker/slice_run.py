@@ -90,7 +90,7 @@ class SliceRun:
         self._left = Counter[str]()  # by batch: requests without a durable answer
         self._let_go = set[str]()  # batches whose share of the slice is done
         self.remaining = lease.count
-        self.size = SLICE_BYTES  # of its lines; as many as it may have until they are read
+        self.size = SLICE_BYTES  # of the lines of these; as many as they may have until they are read
         self.answered = 0  # in this run
         self.batch_ids: set[str] = set()
 
@@ -124,7 +124,7 @@ class SliceRun:
         found = await load(self.lease, self._database, self._storage, self._clock)
         requests, self._places, self._before = found.requests, found.places, found.segments
         self.batch_ids, self._counts = found.batch_ids, found.counts
-        self.remaining, self.size = len(requests), found.size
+        self.remaining, self.size = len(requests), sum(request.size for request in requests)
         self._left.update(request.batch_id for request in requests)
         about = {"slice": self.lease.slice_id, "epoch": self.lease.epoch, "requests": len(requests)}
         with tracing.stage("slice", sorted(self.batch_ids), worker=self._settings.worker_name, **about):
@@ -146,16 +146,18 @@ class SliceRun:
             await flusher
         await self._flush_to_the_end()
 
-    async def _run_all(self, requests: Sequence[Request]) -> None:
+    async def _run_all(self, requests: list[Request]) -> None:
+        """Run these requests, and let go of each, because its body may be large."""
+        requests.reverse()
         async with asyncio.TaskGroup() as group:
             self._group = group
-            for request in requests:
+            while requests:
                 await self._feed.turn()
                 if self._stopping:
                     break
-                group.create_task(self._run_one(request))
+                group.create_task(self._run_one(requests.pop()))
 
-    async def _try(self, requests: Sequence[Request], trial: Trial) -> None:
+    async def _try(self, requests: list[Request], trial: Trial) -> None:
         """Run a slice that workers died of, part by part: smaller after each death, larger while all goes well.
 
         A request that was alone in the engine at two deaths is not run again.
@@ -250,6 +252,7 @@ class SliceRun:
     async def _run_one(self, request: Request) -> None:
         with _about(request):
             await self._run_attempts(request)
+        self.size -= request.size
         if request not in self._given:
             self.remaining -= 1
 

@@ -1,7 +1,10 @@
 """No answer, whatever a model writes, holds its parser for long; one with calls is parsed as SGLang does it."""
 
 import asyncio
+import io
 import json
+import logging
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
@@ -32,6 +35,7 @@ MANY = [
     "<|channel|>analysis<|message|>" + " " * 60_000 + "<|channel|>" * 4_000,
 ]
 PARSERS = sorted(set(FunctionCallParser.ToolCallParserEnum))
+CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' * 2
 LONG = '[{"name": "add", "parameters": {"text": "' + "word " * 4_000 + '"}}]'
 
 
@@ -105,7 +109,7 @@ def test_hostile_streams_are_text(name: str) -> None:
     [
         ("pythonic", "[add(a=1, b='x'), add(a=[2])]"),
         ("hermes", f'<tool_call>\n{{"name": "add", "arguments": {{"a": {[[1, 2]] * 3000}}}}}\n</tool_call>' * 2),
-        ("qwen", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' * 2),
+        ("qwen", CALLS),
         ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>" * 2),
     ],
 )
@@ -151,7 +155,7 @@ async def test_a_parser_in_a_thread_ends() -> None:
     assert await watched < 60
 
 
-def steps(count: int) -> Any:
+def steps(count: int, sends_parts: bool = False, reason: str = "stop") -> Any:
     """Return SGLang's tokenizer manager, whose answers grow by one step at a time."""
 
     async def generate_request(obj: Any, request: Any = None) -> AsyncGenerator[Any, None]:
@@ -159,10 +163,11 @@ def steps(count: int) -> Any:
             await asyncio.sleep(0)
             yield {
                 "text": LONG[: len(LONG) * (at + 1) // count],
-                "meta_info": {"finish_reason": at == count - 1 or None},
+                "meta_info": {"finish_reason": {"type": reason} if at == count - 1 else None},
             }
 
-    return SimpleNamespace(generate_request=generate_request)
+    told = SimpleNamespace(incremental_streaming_output=sends_parts)
+    return SimpleNamespace(generate_request=generate_request, server_args=told)
 
 
 async def test_streams_above_their_share_skip_steps_and_lose_nothing() -> None:
@@ -179,12 +184,66 @@ async def test_streams_above_their_share_skip_steps_and_lose_nothing() -> None:
     assert json.loads("".join(call.parameters or "" for call in seen)) == {"text": "word " * 4_000}
 
 
+async def seen(manager: Any, **asked: Any) -> int:
+    """Return how many steps a stream shows of a project above its share."""
+    patience.begin("a")
+    patience.budgets["a"] = patience.Budget(-0.02)
+    patience.paced(manager)
+    return len([found async for found in manager.generate_request(SimpleNamespace(**asked))])
+
+
+async def test_only_steps_that_the_next_one_has_too_are_skipped() -> None:
+    assert await seen(steps(20)) < 20
+    assert await seen(steps(20), return_logprob=True) == 20
+    assert await seen(steps(20, sends_parts=True)) == 20
+
+
 async def test_projects_wait_for_their_own_answers_alone() -> None:
-    patience.project.set("a")
     patience.budgets["a"] = patience.Budget(-1.0)
+    patience.begin("a")
     assert 7 < patience.budget().wait_s() <= 8
-    patience.project.set("b")
+    patience.begin("b")
     assert patience.budget().wait_s() == 0
     manager = steps(3)
     patience.paced(manager)
     assert [found async for found in manager.generate_request(None)]
+
+
+@pytest.mark.parametrize(("reason", "rests"), [("stop", True), ("abort", False)])
+async def test_answers_rest_a_little_and_aborted_ones_never(reason: str, rests: bool) -> None:
+    """While they rest they count as in flight, and hold up what others could run."""
+    patience.budgets["a"] = patience.Budget(-1000.0)
+    patience.begin("a")
+    manager, started = steps(1, reason=reason), time.monotonic()
+    patience.paced(manager)
+    assert [found async for found in manager.generate_request(None)]
+    assert (time.monotonic() - started >= patience.RESTS_S) == rests
+    assert parsed("qwen", CALLS) != []  # an ordinary call takes less than the least
+
+
+def test_parsers_find_the_same_again_at_no_cost() -> None:
+    """SGLang's answer with several choices asks again what was found in a turn of each choice."""
+    patience.begin("a")
+    found = parsed("qwen", CALLS)
+    patience.budgets["a"] = patience.Budget(-1000.0)
+    assert parsed("qwen", CALLS) is found
+    patience.begin("a")
+    assert parsed("qwen", CALLS) is not found
+
+
+def test_no_alarm_ends_a_parser_that_logs() -> None:
+    """The lock of the log's handler would stay held, and whoever logs next would wait for good."""
+    log = logging.getLogger("test.patience")
+    log.addHandler(logging.StreamHandler(io.StringIO()))
+
+    def writes() -> None:
+        while True:
+            log.warning("a name that no tool has")
+
+    for _ in range(20):
+        with pytest.raises(patience.TooLongError):
+            patience.Budget(-1.0).run(writes)
+    other = threading.Thread(target=log.warning, args=("from another thread",), daemon=True)
+    other.start()
+    other.join(30)
+    assert not other.is_alive()

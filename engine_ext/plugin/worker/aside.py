@@ -4,10 +4,11 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from typing import TypeVar
 
-LOOP_S = 60.0  # for which a thread waits for its loop, which may have ended
+LOOKS_S = 1.0  # between two looks of a thread at whether its loop has ended
 LARGE = 100_000  # bytes of text that a tokenizer needs some tens of milliseconds for
 
 Found = TypeVar("Found")
@@ -35,4 +36,9 @@ def in_loop(work: Callable[[], Found]) -> Found:
     async def done() -> Found:
         return work()
 
-    return asyncio.run_coroutine_threadsafe(done(), _home.get()).result(LOOP_S)
+    loop = _home.get()
+    found = asyncio.run_coroutine_threadsafe(done(), loop)
+    while not loop.is_closed():
+        with suppress(TimeoutError):
+            return found.result(LOOKS_S)
+    raise RuntimeError("the event loop has ended")

@@ -60,6 +60,8 @@ def prompts_in(request: Any) -> int:
 
 def _ids_in_vocabulary(value: Any, vocab_size: int) -> bool:
     if isinstance(value, list):
+        if set(map(type, value)) == {int}:
+            return min(value) >= 0 and max(value) < vocab_size
         return all(_ids_in_vocabulary(each, vocab_size) for each in value)
     return not isinstance(value, int) or 0 <= value < vocab_size
 

@@ -23,7 +23,7 @@ from engine_ext.plugin.marks import KIND, NO_TERMS, RESERVED, UNTOLD, Terms, mar
 from engine_ext.plugin.options import Options, Overlap, Scheduling, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
-from engine_ext.plugin.worker import guard, kernels, overlap, parsers, patience
+from engine_ext.plugin.worker import guard, kernels, overlap, parsers, patience, tool_schemas
 from engine_ext.plugin.worker.answers import (
     ABORTED,
     Answer,
@@ -113,6 +113,7 @@ class EngineHost:
         }
         arguments["tool_call_parser"], arguments["reasoning_parser"] = parsers.chosen(model_path, arguments)
         patience.bound()
+        tool_schemas.install()
         try:
             self._engine = Engine(**arguments) if on_gpu else ForkingEngine(**arguments)
         except (ValueError, RuntimeError) as error:  # what SGLang says of a model or an argument
@@ -217,7 +218,7 @@ class EngineHost:
         It answers bad requests with 4xx, and never raises for them.
         """
         is_online.set(False)
-        patience.project.set(terms.project)
+        patience.begin(terms.project)
         fields = plain(endpoint, {key: value for key, value in body.items() if key not in RESERVED_FIELDS})
         size = text_size(endpoint, fields)
         if (refusal := self._refused(endpoint, fields, size)) is not None:
@@ -252,7 +253,7 @@ class EngineHost:
         Returns the answer once it is whole or, if the body asks for a stream, with its first token. A request ends
         early when this call is cancelled or its stream is closed. It answers bad requests with 4xx.
         """
-        patience.project.set(project)
+        patience.begin(project)
         fields = plain(endpoint, {key: body[key] for key in body.keys() - (RESERVED_FIELDS - STREAM_FIELDS)})
         text = text_size(endpoint, fields)
         if (refusal := self._refused(endpoint, fields, text)) is not None:

@@ -9,6 +9,8 @@ from typing import Any
 from engine_ext.plugin.withdrawal import withdrawal_of
 from engine_ext.plugin.worker.marked import Told
 
+LOOKS_S = 0.002  # between two looks at whether withdrawn requests are gone
+
 
 class InFlight:
     """The requests in flight through one of SGLang's tokenizer managers."""
@@ -67,4 +69,4 @@ class InFlight:
         await self._manager.get_internal_state()  # each scheduler answers it after the withdrawal
         ended = {rid for rid, state in asked.items() if state.finished}
         while any(rid in self._told for rid in ended):
-            await asyncio.sleep(0)
+            await asyncio.sleep(LOOKS_S)

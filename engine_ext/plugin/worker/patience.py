@@ -3,10 +3,11 @@
 SGLang finds tool calls and thoughts in the loop. Some of its parsers take the square or the cube of what a model
 writes, and in a stream most of them parse the whole call again for each token. So a parser that takes too long, or
 fails, is ended, and its answer is text; and the parsers of one project together get a share of the time, beyond which
-its streams skip steps (the next step has their text too) and its answers wait.
+its streams skip steps (the next step has their text too), and its answers wait a little and then get less.
 """
 
 import asyncio
+import logging
 import signal
 import threading
 import time
@@ -24,15 +25,20 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 
 from engine_ext.plugin.worker.aside import in_loop
 
-AT_ONCE_S = 0.5  # of the thread's time, for the answers of one body: others' tokens wait for it
-LEAST_S = 0.002  # for each further answer of that body: an ordinary call takes less
+AT_ONCE_S = 0.25  # of the thread's time, for one answer: others' tokens wait for it
+LEAST_S = 0.02  # for one of a project above its share: 100 KB of ordinary calls take less
+RESTS_S = 2.0  # for which an answer waits until its project has its share again
 BURST_S = 0.5  # that the parsers of one project may take above their share
 SHARE = 0.125  # of the time, for the parsers of one project
 AGAIN_S = 20e-6  # until the next alarm, where a parser has caught the last one
+LOGGING_S = 1e-3  # until the next alarm, where one came while a lock of `logging` might be held
+ENDED = {"type": "stop"}  # of each of several answers
 MOST_BUDGETS = 1000  # that are kept, beside those of projects that are above their share
 
 Found = TypeVar("Found")
-project: ContextVar[str] = ContextVar("project", default="")  # of the request that the task answers
+# Of the request that the task answers: whose it is, and what parsers found in its answers.
+_project: ContextVar[str] = ContextVar("project", default="")
+_found: ContextVar[dict[Any, Any]] = ContextVar("found")
 
 
 class TooLongError(BaseException):
@@ -43,7 +49,6 @@ class Budget:
     """What the parsers of one project may take."""
 
     def __init__(self, left_s: float = BURST_S) -> None:
-        self.now_s = AT_ONCE_S  # before others' tokens are sent
         self._left_s = left_s
         self._at = time.monotonic()
 
@@ -59,12 +64,10 @@ class Budget:
         """Return what `parse` returns. Raises TooLongError."""
         started = time.thread_time()
         try:
-            return _limited(max(LEAST_S, self.now_s), parse)
+            return _limited(LEAST_S if self.wait_s() else AT_ONCE_S, parse)
         finally:
-            used = time.thread_time() - started
             self.wait_s()
-            self.now_s -= used
-            self._left_s -= used
+            self._left_s -= time.thread_time() - started
 
 
 budgets: dict[str, Budget] = {}
@@ -72,7 +75,7 @@ budgets: dict[str, Budget] = {}
 
 def budget() -> Budget:
     """Return the budget of the task's project."""
-    name = project.get()
+    name = _project.get()
     found = budgets.get(name)
     if found is None:
         if len(budgets) >= MOST_BUDGETS:
@@ -97,30 +100,47 @@ def _limited(seconds: float, parse: Callable[[], Found]) -> Found:
 
 def _alarm(_: int, frame: FrameType | None) -> None:
     """End the parser that runs; both Python and its regular expressions look for signals."""
+    logs = False
     while frame is not None and frame.f_code is not _limited.__code__:
+        logs |= frame.f_code.co_filename == logging.__file__
         frame = frame.f_back
     if frame is None:
         return
     left = _until - time.thread_time()  # more, where this process had no core
-    signal.setitimer(signal.ITIMER_REAL, max(left, AGAIN_S))
-    if left <= 0:
+    signal.setitimer(signal.ITIMER_REAL, max(left, LOGGING_S if logs else AGAIN_S))
+    if left <= 0 and not logs:
         raise TooLongError
 
 
+async def turn() -> None:
+    """Let others have their tokens before the parsers of the next answer."""
+    await asyncio.sleep(0)
+    if rest_s := budget().wait_s():
+        await asyncio.sleep(min(rest_s, RESTS_S))
+
+
+def begin(of: str) -> None:
+    """Note whose request the task answers from now on, and forget what parsers found in answers to the last one."""
+    _project.set(of)
+    _found.set({})
+
+
 def paced(manager: Any) -> None:
-    """Let SGLang's tokenizer manager send answers as their projects' budgets allow."""
-    generate = manager.generate_request
+    """Let SGLang's tokenizer manager send answers as their projects' budgets allow.
+
+    SGLang gives all tokens of one step the alternatives of the first, so streams with log probabilities skip none.
+    """
+    generate, sends_parts = manager.generate_request, bool(manager.server_args.incremental_streaming_output)
 
     async def generate_request(obj: Any, request: Any = None) -> AsyncGenerator[Any, None]:
+        skips = not (sends_parts or getattr(obj, "return_logprob", None))
         async with aclosing(generate(obj, request)) as steps:
             async for found in steps:
-                allowed = budget()
-                is_last = isinstance(found, list) or found["meta_info"].get("finish_reason") is not None
-                if allowed.wait_s() and not is_last:
+                reason = ENDED if isinstance(found, list) else found["meta_info"].get("finish_reason")
+                if reason is None and skips and budget().wait_s():
                     continue
-                while rest_s := allowed.wait_s():
-                    await asyncio.sleep(rest_s)
-                allowed.now_s = AT_ONCE_S
+                if reason is not None and reason.get("type") != "abort":  # nobody waits for the text of that one
+                    await turn()
                 yield found
 
     manager.generate_request = generate_request
@@ -131,6 +151,8 @@ def bound() -> None:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("alarms reach the main thread alone")
     signal.signal(signal.SIGALRM, _alarm)
+    for name in ("function_call", "parser"):  # they quote answers, and a lock that an alarm leaves held is for good
+        logging.getLogger(f"sglang.srt.{name}").setLevel(logging.CRITICAL)
     if FunctionCallParser.has_tool_call.__module__ == __name__:
         return
     calls: Any = FunctionCallParser
@@ -148,10 +170,13 @@ def bound() -> None:
 
 def _whole(parse: Any, as_text: Callable[[str], Any]) -> Any:
     def parse_whole(self: Any, text: str) -> Any:
-        try:
-            return in_loop(partial(budget().run, partial(parse, self, text)))
-        except (TooLongError, Exception):  # what no parser understands is still an answer
-            return as_text(text)
+        found, key = _found.get({}), (parse, text)
+        if key not in found:
+            try:
+                found[key] = in_loop(partial(budget().run, partial(parse, self, text)))
+            except (TooLongError, Exception):  # what no parser understands is still an answer
+                found[key] = as_text(text)
+        return found[key]
 
     return parse_whole
 

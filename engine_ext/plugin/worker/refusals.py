@@ -15,6 +15,7 @@ _GRAMMAR = re.compile(r"Failed to compile [a-z_]+ grammar: (?:\[[\d:]+\] \S+:\d+
 _GRAMMARS = ("response_format", "text", "tools")  # fields that bind an answer to a grammar
 
 MOST_SAID = 300  # characters of what SGLang says
+MOST_ANY = 2000  # characters of any message, which may quote the body
 MOST_NAME = 64  # characters of a key in a place
 MOST_BRANCHES = 4  # of a union, that a message names
 PROMPTS = ("messages", "prompt", "input", "items", "documents")
@@ -26,7 +27,8 @@ def in_short(message: str, fields: Mapping[str, Any]) -> str:
         field = next((name for name in _GRAMMARS if fields.get(name)), "The request")
         return f"{field} has a schema that cannot be compiled: {found[1].strip()[:MOST_SAID]}"
     if "validation error" not in message:
-        return message.replace("min_new_tokens", "min_tokens").replace("max_new_tokens", "max_tokens")
+        ours = message[:MOST_ANY].replace("min_new_tokens", "min_tokens").replace("max_new_tokens", "max_tokens")
+        return ours + (" …" if len(message) > MOST_ANY else "")
     given = fields.get("input")
     if isinstance(given, list) and (fault := fault_in("input", given)):
         return f"{fault[0]} {fault[1]}."

@@ -14,6 +14,7 @@ from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
+from engine_ext.plugin.worker import patience, tool_schemas
 from engine_ext.plugin.worker.aside import LARGE, aside
 from engine_ext.plugin.worker.logprobs import logprobs_of, with_logprobs
 from engine_ext.plugin.worker.marked import Told
@@ -42,6 +43,9 @@ class Serving(OpenAIServingBase):
     async def answer(self, request: Any, text_bytes: int, known: Told) -> Any:
         """Answer a request with so much text. Whatever this returns of an aborted one is no answer."""
         try:
+            tools = getattr(request, "tools", None) or []
+            if tool_schemas.are_many([each.function.parameters for each in tools]):
+                await aside(partial(self._validate_request, request), True)  # which remembers what it finds
             if text_bytes > LARGE:
                 self._converted[request.rid] = await aside(partial(self._convert, request, None), True)
             if known.aborted:
@@ -71,7 +75,17 @@ class Serving(OpenAIServingBase):
         except ValueError as error:
             return self.create_error_response(str(error))
         answers = found if isinstance(found, list) else [found]
+        if len(answers) > 1 and (getattr(request, "tools", None) or getattr(self, "reasoning_parser", None)):
+            await self._parse_each(request, answers)
         return await aside(partial(self._write, request, answers), _logprobs(answers) > MANY_LOGPROBS)
+
+    async def _parse_each(self, request: Any, answers: list[Any]) -> None:
+        """Have the parsers read each answer in a turn of its own; SGLang reads all of them at once, and finds this."""
+        for each in answers:
+            await patience.turn()
+            about = each["meta_info"]
+            reason = dict(about.get("finish_reason") or {}) or None  # which SGLang changes
+            self._build(request, [each | {"meta_info": about | {"finish_reason": reason}}], 0)
 
     def _write(self, request: Any, answers: list[Any]) -> "Written | Any":
         """Return the answer in JSON, or SGLang's error response."""

@@ -47,7 +47,10 @@ def _bytes(value: Any, id_bytes: int) -> int:
             count += sum(map(len, each))
             left += each.items()
         elif isinstance(each, list):
-            left += [("", item) for item in each]
+            if set(map(type, each)) == {int}:  # a prompt's token ids, of which there may be millions
+                count += len(each) * (id_bytes or TOKEN_BYTES)
+            else:
+                left += [("", item) for item in each]
         else:
             count += id_bytes or TOKEN_BYTES
     return count

@@ -55,6 +55,7 @@ def formatted(schema: Any) -> dict[str, Any]:
             "response_format",
         ),
         (formatted([0] * 1_000_000), "response_format"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"prefixItems": [{}] * 8000}}}]}, "tools"),
         ({"logit_bias": {str(n): 1 for n in range(4096)}}, "logit_bias"),
         ({"logit_bias": {"05": 1}}, "logit_bias"),
         ({"stop": ["x"] * 100}, "stop"),
