@@ -88,7 +88,7 @@ def _chunk(engine: SharedEngine) -> Chunk:
         elif (r.online == 0) == is_ours:
             left += r.left
     is_ours &= left > 0
-    return Chunk(int(left), int(computed), bool(is_ours), bool(is_ours), bool(is_ours))
+    return Chunk(int(left), int(computed), bool(is_ours), bool(is_ours), bool(is_ours), bool(is_ours))
 
 
 @compiled

@@ -56,12 +56,12 @@ def decide(state: State, memory: Memory, view: View, rests: Bools) -> tuple[Step
     """
     rests[:] = False
     free = int(state.costs.capacity) - view.used
-    divided = Share(view.online.tokens, ANY_NUMBER, np.inf, False)
+    divided, in_vain = Share(view.online.tokens, ANY_NUMBER, np.inf, False), bool(memory.in_vain[0])
     if view.is_limited:
         # Where the KV cache might not do for all, an engine has to see them: it retracts them, and not online requests.
         divided = share(memory, view, rests, free >= ROOM * view.page * view.decoding)
     budget, admitted, left_out = _scan(state, view, divided, rests)
-    budget, parks, yields = _way(view, max(budget, divided.online), divided.online, free)
+    budget, parks, yields = _way(view, max(budget, divided.online), divided.online, free, in_vain)
     room, is_cut = _room(view, parks), bool(divided.is_cut)
     plan = StepPlan(budget, admitted, left_out, parks, yields, room, float(divided.limit_s), is_cut)
     return plan, After(waiting(state), has_drifted(state), next_of(state, LEFT), next_of(state, RIGHT))
@@ -153,12 +153,13 @@ def _scan(state: State, view: View, divided: Share, rests: Bools) -> tuple[int, 
 
 
 @compiled
-def _way(view: View, budget: int, online: int, free: int) -> tuple[int, bool, bool]:
+def _way(view: View, budget: int, online: int, free: int, in_vain: bool) -> tuple[int, bool, bool]:
     """Return the step's budget, and whether our prompt in chunks is parked, or yields: the engine computes it first.
 
-    If it leaves fewer than `online` tokens to prompts that wait, it yields these where that lets them end; an engine
-    has one prompt in chunks at a time. Else it makes way. If it may not, the step is longer. Where no KV token is free
-    beside those that others need next, SGLang would take its whole chunk, and fail.
+    If it leaves fewer than `online` tokens to prompts that wait, it yields these where they end by that; an engine has
+    one prompt in chunks at a time. Else it makes way, also where none of them came in with the last step (`in_vain`).
+    If it may not, the step is longer. Where no KV token is free beside those that others need next, SGLang would take
+    its whole chunk, and fail.
     """
     chunk = view.chunk
     if not chunk.is_ours or chunk.left == 0:
@@ -167,7 +168,8 @@ def _way(view: View, budget: int, online: int, free: int) -> tuple[int, bool, bo
         return budget, True, False
     if view.online.waiting == 0 or chunk.left + online <= budget:
         return budget, False, False
-    if online == view.online.tokens and budget - online >= PAGE:
+    fits = free >= view.online.first + view.decoding + view.page + 1 + chunk.left
+    if chunk.can_yield and fits and not in_vain and online == view.online.tokens and budget - online >= PAGE:
         return budget, False, True
     return (budget, True, False) if chunk.may_park else (min(chunk.left + online, view.largest), False, False)
 

@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
     """The prompt that the engine computes in chunks, of which `left` tokens are not computed yet and `computed` are.
 
     `left` is 0 if there is none. `is_ours`: it is of a batch; `can_park`: it can be stopped where it is; `may_park`:
-    and it has not made way for others too often.
+    and it has not made way for others too often; `can_yield`: the engine can leave a part of its step to others.
     """
 
     left: int
@@ -50,6 +50,7 @@ class Chunk(NamedTuple):
     is_ours: bool
     can_park: bool
     may_park: bool
+    can_yield: bool
 
 
 class View(NamedTuple):
@@ -83,7 +84,7 @@ class View(NamedTuple):
 
 
 NO_ONLINE = Online(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, math.inf, math.inf)
-NO_CHUNK = Chunk(0, 0, False, False, False)
+NO_CHUNK = Chunk(0, 0, False, False, False, False)
 NO_BOUNDS = Bounds(math.inf, math.inf, math.inf)
 NO_LOAD = Load(0, 0.0, 0, 0, 0)
 NO_DECODES: Column = np.zeros(0, dtype=np.int64)
@@ -95,7 +96,7 @@ def batches_alone(
     """Return the view of an engine without online requests; `pending`: what a prompt in chunks has to compute."""
     return View(
         NO_ONLINE,
-        Chunk(pending, 0, True, True, True),
+        Chunk(pending, 0, True, True, True, True),
         False,
         NO_BOUNDS,
         NO_LOAD,

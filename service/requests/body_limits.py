@@ -29,7 +29,7 @@ SCHEMA_DEPTH = 128  # levels of the JSON, two for each level of the schema
 MOST_ENUM = 1000
 MOST_PROPERTIES = 256
 MOST_COUNTED_PROPERTIES = 64  # of an object with minProperties or maxProperties
-MOST_SCHEMAS = 2000  # objects that are schemas; the check of each takes 0.2 ms
+MOST_SCHEMAS = 1000  # in a schema, true and false among them; the check of each takes 0.2 ms
 MOST_NUMBERS = 32  # numbers with bounds
 MOST_LENGTHS = 32  # patterns and bounds of lengths
 MOST_DIFFERENT_LENGTHS = 8  # of these; each different one takes seconds to compile
@@ -262,6 +262,7 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
             counts["characters"] += 2 * len(value)
             left += [(each, at + 1, role) for each in value[:SCHEMA_CHARACTERS]]
         else:
+            counts["schemas"] += role is Role.SCHEMA and isinstance(value, bool)
             counts["characters"] += len(value) if isinstance(value, str) else 8
         if counts["characters"] > SCHEMA_CHARACTERS:
             return f"has a schema larger than {SCHEMA_CHARACTERS // 1024} KiB"

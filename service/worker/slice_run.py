@@ -168,6 +168,7 @@ class SliceRun:
                 log.error("request kills the engine")
             self._keep(requests[0], None, {"code": "server_error", "message": KILLS})
             self.remaining -= 1
+            self.size -= requests[0].size
             requests = requests[1:]
             await self._flush_to_the_end()  # before another request may kill this process
         while requests and not self._stopping:
@@ -205,6 +206,7 @@ class SliceRun:
         handed = sum(request.place not in here for request in back)
         HANDED_OVER.labels(self._settings.served_model).inc(handed)
         self.remaining -= handed
+        self.size -= sum(request.size for request in back if request.place not in here)
         self._left.subtract(request.batch_id for request in back if request.place not in here)
         for request in back:
             if request.place in here:
@@ -252,9 +254,9 @@ class SliceRun:
     async def _run_one(self, request: Request) -> None:
         with _about(request):
             await self._run_attempts(request)
-        self.size -= request.size
         if request not in self._given:
             self.remaining -= 1
+            self.size -= request.size
 
     async def _run_attempts(self, request: Request) -> None:
         tries, attempt = Tries(request.accept, request.endpoint, request.body), 0

@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from engine_ext.plugin.worker.answers import refused
-from engine_ext.plugin.worker.aside import LARGE, aside
+from engine_ext.plugin.worker.aside import LARGE, aside, project
 from engine_ext.plugin.worker.logprobs import logprobs_of, with_logprobs
 from engine_ext.plugin.worker.refusals import code_and_param, in_short
 from engine_ext.plugin.worker.serving import TokenTexts, beside_the_loop
@@ -171,3 +171,28 @@ def test_what_is_wrong_elsewhere_is_named_too_and_a_dump_is_cut() -> None:
     assert len(in_short(dump, {"input": "x"})) < 400
     assert in_short(dump, {"input": [{"role": "human"}]}).startswith("input.0.role must be one of")
     assert code_and_param("input.0.role must be one of", {"input": []}) == ("invalid_request", "input.0.role")
+
+
+async def test_projects_take_turns_in_front_of_the_thread() -> None:
+    """Who sends many long texts waits for its own; what nobody waits for any more is not done."""
+    done: list[str] = []
+    begun, may_end = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        may_end.wait(60)
+
+    async def of(name: str, which: str) -> None:
+        project.set(name)
+        await aside(lambda: done.append(which), True)
+
+    holds = asyncio.create_task(aside(first, True))
+    await asyncio.to_thread(begun.wait, 60)
+    names = ["a1", "a2", "a3", "b1", "a4", "b2", "c1"]
+    tasks = [asyncio.create_task(of(name[0], name)) for name in names]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    await asyncio.gather(holds, *tasks, return_exceptions=True)
+    assert done == ["a1", "b1", "c1", "a3", "b2", "a4"]

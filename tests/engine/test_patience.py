@@ -247,3 +247,26 @@ def test_no_alarm_ends_a_parser_that_logs() -> None:
     other.start()
     other.join(30)
     assert not other.is_alive()
+
+
+async def test_answers_that_end_at_once_have_a_turn_each() -> None:
+    """Others' tokens wait for one of them, and not for all that one step has ended."""
+    patience.begin("a")
+    running, longest = True, 0.0
+
+    async def others() -> None:
+        nonlocal longest
+        while running:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - before)
+
+    async def one() -> None:
+        await patience.turn()
+        parsed("qwen3_coder", "<tool_call>" * 3_000)
+
+    watched = asyncio.create_task(others())
+    await asyncio.gather(*(one() for _ in range(32)))
+    running = False
+    await watched
+    assert longest < 4 * patience.AT_ONCE_S

@@ -22,6 +22,8 @@ from tests.engine.test_pins import Pool
 class Req:
     origin_input_ids: Any
     extra_key: str | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
 
 
 def some_tokens(rng: random.Random) -> Any:
@@ -51,6 +53,14 @@ def test_counts_are_those_of_sglang(page: int) -> None:
         assert len(nodes(tree)) == before  # SGLang would have split a node
         theirs = tree.match_prefix(MatchPrefixParams(RadixKey(req.origin_input_ids, req.extra_key)))
         assert found == (len(theirs.device_indices), 0, 0)
+
+
+def test_tokens_whose_log_probabilities_are_wanted_count_as_not_cached() -> None:
+    tree: Any = RadixCache.create_simulated(mock_allocator=Pool())
+    tokens = array("q", range(40))
+    tree.insert(InsertParams(key=RadixKey(tokens, None), value=torch.arange(40)))
+    found = [cached_tokens(tree, Req(tokens, None, True, start)).tokens for start in (-1, 0, 25)]
+    assert found == [40, 0, 25]
 
 
 def test_counts_what_is_only_on_the_host() -> None:

@@ -24,7 +24,7 @@ def _run_rank(rank: int, meeting: str, decisions: list[Decision], said: Any) -> 
     found: list[str] = []
     for budget, admitted in decisions:
         try:
-            ranks.agree(budget, admitted)
+            ranks.agree(budget, False, admitted)
             found.append(str(ranks.now))
         except RanksDiverged:
             found.append("diverged")
@@ -54,6 +54,6 @@ def test_ranks_share_a_clock_and_run_no_step_about_which_they_differ(tmp_path: P
 def test_an_engine_of_one_rank_reads_its_own_clock() -> None:
     ranks = Ranks(None, clock=lambda: 7.0)
 
-    ranks.agree(1, ["a"])
+    ranks.agree(1, False, ["a"])
 
     assert ranks.now == 7.0

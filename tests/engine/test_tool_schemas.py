@@ -38,10 +38,12 @@ def test_patterns_are_not_compiled() -> None:
 @pytest.mark.parametrize(
     ("tools", "many"),
     [
-        ([{"type": "object", "properties": {f"p{k}": {"type": "string"} for k in range(50)}}], False),
+        ([{"type": "object", "properties": {f"p{k}": {"type": "string"} for k in range(100)}}], False),
         ([{"prefixItems": [{}] * MANY}], True),
+        ([{"prefixItems": [True] * MANY}], True),
         ([{"items": [[]] * MANY}], True),
-        ([nested(MANY, {})], True),
+        ([nested(400, {})], False),
+        ([nested(600, {})], True),
         (None, False),
     ],
 )

@@ -71,9 +71,11 @@ def continue_chunk(original: Callable[..., Any], adder: Any, req: Any, *args: An
 def _left_to_others(adder: Any, req: Any) -> int:
     """Return the prompt tokens of the step that a prompt in chunks leaves to others."""
     first, most = getattr(req, "batchweave_first", ()), adder.rem_chunk_tokens
-    if not first or most is None:
+    if not first or most is None or adder.is_hybrid_swa:  # there SGLang might cut the prompts of others, too
         return 0
-    needed = (max(1, online.length(each) - cached_tokens(adder.tree_cache, each).tokens) for each in first)
+    page, tree = adder.page_size, adder.tree_cache
+    # What is in host memory counts as not cached: SGLang loads it back when it knows how much it computes.
+    needed = (-(-max(1, online.length(each) - cached_tokens(tree, each).on_device) // page) * page for each in first)
     return max(0, most - turns.chunk_tokens(needed, most, adder.page_size))
 
 

@@ -40,7 +40,8 @@ def apply(
     """
     rests = _clear_the_way(ours, scheduler, running, plan, rests)
     candidates = [ours.by_key[key].req for key in admitted]
-    ours.ranks.agree(plan.budget, [req.rid for req in (*candidates, *ours.made_way, *rests)], ours.scan.is_ready)
+    names = [req.rid for req in (*candidates, *ours.made_way, *rests)]
+    ours.ranks.agree(plan.budget, plan.yields, names, ours.scan.is_ready)
     _make_room_among_pins(ours, scheduler, view, candidates)
     nothing_waits = not scheduler.waiting_queue and not scheduler.grammar_manager.has_waiting_grammars()
     if (plan.budget == 0 and nothing_waits) or ours.turns.are_decodes(running):
@@ -54,6 +55,7 @@ def _clear_the_way(ours: Admission, scheduler: Any, running: Any, plan: StepPlan
     """Park, take off and leave out what the plan says; return the decodes that are left out of `running`."""
     ours.made_way.clear()
     if plan.parks:
+        scheduler.chunked_req.batchweave_first = ()
         computed = len(scheduler.chunked_req.prefix_indices)
         with ours.copies.following():
             parked = preemption.park(scheduler)

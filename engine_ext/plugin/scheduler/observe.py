@@ -8,6 +8,7 @@ from engine_ext.arrays import Bools
 from engine_ext.plugin.options import Overlap
 from engine_ext.plugin.scheduler import online, preemption, resting
 from engine_ext.plugin.scheduler.admission import Admission
+from engine_ext.plugin.scheduler.radix import is_radix_cache
 from engine_ext.step.view import NO_BOUNDS, NO_CHUNK, NO_DECODES, NO_LOAD, Chunk, View
 
 
@@ -65,4 +66,5 @@ def _chunk(ours: Admission, scheduler: Any) -> Chunk:
     is_ours = req in ours.running
     can_park = bool(is_ours and preemption.can_park(scheduler))
     may_park = can_park and bool(ours.may_park(req))
-    return Chunk(online.uncomputed_tokens(req), len(req.prefix_indices), is_ours, can_park, may_park)
+    can_yield = is_ours and is_radix_cache(scheduler.tree_cache)
+    return Chunk(online.uncomputed_tokens(req), len(req.prefix_indices), is_ours, can_park, may_park, can_yield)

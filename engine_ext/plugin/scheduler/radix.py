@@ -28,6 +28,12 @@ def is_radix_cache(tree: Any) -> bool:
     return type(tree) is RadixCache or type(tree) is HiRadixCache
 
 
+def _may_be_cached(req: Any) -> Any:
+    """Return the prompt's token ids without those whose log probabilities are wanted: SGLang computes them anyway."""
+    ids = req.origin_input_ids
+    return ids[: req.logprob_start_len] if req.return_logprob and req.logprob_start_len >= 0 else ids
+
+
 def cached_tokens(tree: Any, req: Any, touches: bool = True) -> Cached:
     """Return how many tokens of the request's prompt are in SGLang's cache.
 
@@ -35,7 +41,7 @@ def cached_tokens(tree: Any, req: Any, touches: bool = True) -> Cached:
     step. Their number is known on the host. As in SGLang, a look-up makes what it finds the last that is evicted, but
     not one that some ranks do not make (`touches`): ranks must evict alike. What is in use is told of radix caches.
     """
-    key = RadixKey(req.origin_input_ids, req.extra_key)
+    key = RadixKey(_may_be_cached(req), req.extra_key)
     if not is_radix_cache(tree):
         if not touches:
             return Cached(0)

@@ -46,7 +46,7 @@ class Ranks:
             self.now = self.clock()
         return self.now
 
-    def agree(self, budget: int, admitted: Sequence[str], is_ready: bool = True) -> None:
+    def agree(self, budget: int, yields: bool, admitted: Sequence[str], is_ready: bool = True) -> None:
         """Compare a step's decision with that of all other ranks, and take over the first rank's time as `now`.
 
         `is_ready`: whether this rank could follow another plan; `are_ready` then says whether all could. Raises
@@ -55,7 +55,7 @@ class Ranks:
         if self.group is None:
             self.now = self.clock()
             return
-        digest = crc32("\0".join((str(budget), *admitted)).encode())
+        digest = crc32("\0".join((str(budget), str(yields), *admitted)).encode())
         microseconds = int(self.clock() * 1e6) if self.is_first else 0
         # One collective: the greatest digest, the least one (negated), the only time, and whether any is not ready.
         found = torch.tensor([digest, -digest, microseconds, int(not is_ready)])

@@ -1,10 +1,14 @@
-"""Does the long work of one request in a thread, so that the event loop can answer the others."""
+"""Does the long work of one request in a thread, so that the event loop can answer the others.
+
+Projects take turns in front of the thread: who sends many long texts waits for its own.
+"""
 
 import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import asynccontextmanager
 from contextvars import ContextVar, copy_context
 from typing import TypeVar
 
@@ -12,10 +16,54 @@ LOOKS_S = 1.0  # between two looks of a thread at whether its loop has ended
 LARGE = 100_000  # bytes of text that a tokenizer needs some tens of milliseconds for
 
 Found = TypeVar("Found")
+
+
+class Turns:
+    """Lets one at a time through, and of those who wait a request of the project that had its turn first."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def turn(self, of: str) -> AsyncGenerator[None, None]:
+        """Wait for a turn of this project, and have it during the block."""
+        if self._is_taken:
+            mine = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(of, deque()).append(mine)
+            try:
+                await mine
+            except asyncio.CancelledError:
+                if not mine.cancelled():  # it was its turn just then
+                    self._next()
+                raise
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._next()
+
+    def _next(self) -> None:
+        while self._waiting:
+            of, theirs = next(iter(self._waiting.items()))
+            first = theirs.popleft()
+            if not theirs:
+                del self._waiting[of]
+            if first.cancelled():
+                continue
+            if theirs:
+                self._waiting.move_to_end(of)
+            first.set_result(None)
+            return
+        self._is_taken = False
+
+
 # One for online requests and one for batches: more would take the interpreter's time from the event loop.
-_threads = {each: ThreadPoolExecutor(1, thread_name_prefix="aside") for each in (True, False)}
+_threads = {each: (ThreadPoolExecutor(1, thread_name_prefix="aside"), Turns()) for each in (True, False)}
 _home: ContextVar[asyncio.AbstractEventLoop] = ContextVar("home")  # whose loop the thread works for
-is_online: ContextVar[bool] = ContextVar("is_online", default=True)  # of the request that the task answers
+# Of the request that the task answers.
+is_online: ContextVar[bool] = ContextVar("is_online", default=True)
+project: ContextVar[str] = ContextVar("project", default="")
 
 
 async def aside(work: Callable[[], Found], is_large: bool) -> Found:
@@ -24,8 +72,10 @@ async def aside(work: Callable[[], Found], is_large: bool) -> Found:
         return work()
     loop = asyncio.get_running_loop()
     _home.set(loop)
-    thread, context = _threads[is_online.get()], copy_context()
-    return await loop.run_in_executor(thread, lambda: context.run(work))
+    thread, turns = _threads[is_online.get()]
+    context = copy_context()
+    async with turns.turn(project.get()):
+        return await loop.run_in_executor(thread, lambda: context.run(work))
 
 
 def in_loop(work: Callable[[], Found]) -> Found:
@@ -38,7 +88,7 @@ def in_loop(work: Callable[[], Found]) -> Found:
 
     loop = _home.get()
     found = asyncio.run_coroutine_threadsafe(done(), loop)
-    while not loop.is_closed():
-        with suppress(TimeoutError):
-            return found.result(LOOKS_S)
-    raise RuntimeError("the event loop has ended")
+    while not wait([found], LOOKS_S).done:
+        if loop.is_closed():
+            raise RuntimeError("the event loop has ended")
+    return found.result()

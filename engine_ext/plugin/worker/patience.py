@@ -7,6 +7,7 @@ its streams skip steps (the next step has their text too), and its answers wait 
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import threading
@@ -23,7 +24,7 @@ from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
-from engine_ext.plugin.worker.aside import in_loop
+from engine_ext.plugin.worker.aside import in_loop, project
 
 AT_ONCE_S = 0.25  # of the thread's time, for one answer: others' tokens wait for it
 LEAST_S = 0.02  # for one of a project above its share: 100 KB of ordinary calls take less
@@ -36,9 +37,7 @@ ENDED = {"type": "stop"}  # of each of several answers
 MOST_BUDGETS = 1000  # that are kept, beside those of projects that are above their share
 
 Found = TypeVar("Found")
-# Of the request that the task answers: whose it is, and what parsers found in its answers.
-_project: ContextVar[str] = ContextVar("project", default="")
-_found: ContextVar[dict[Any, Any]] = ContextVar("found")
+_found: ContextVar[dict[Any, Any]] = ContextVar("found")  # what parsers found in answers of the task's request
 
 
 class TooLongError(BaseException):
@@ -49,6 +48,7 @@ class Budget:
     """What the parsers of one project may take."""
 
     def __init__(self, left_s: float = BURST_S) -> None:
+        self.next = asyncio.Lock()  # of the answer that is read next
         self._left_s = left_s
         self._at = time.monotonic()
 
@@ -62,10 +62,13 @@ class Budget:
 
     def run(self, parse: Callable[[], Found]) -> Found:
         """Return what `parse` returns. Raises TooLongError."""
-        started = time.thread_time()
+        started, collects = time.thread_time(), gc.isenabled()
+        gc.disable()  # a collection takes as long as a parser may, and is not its fault
         try:
             return _limited(LEAST_S if self.wait_s() else AT_ONCE_S, parse)
-        finally:
+        finally:  # no alarm ends anything here
+            if collects:
+                gc.enable()
             self.wait_s()
             self._left_s -= time.thread_time() - started
 
@@ -75,7 +78,7 @@ budgets: dict[str, Budget] = {}
 
 def budget() -> Budget:
     """Return the budget of the task's project."""
-    name = _project.get()
+    name = project.get()
     found = budgets.get(name)
     if found is None:
         if len(budgets) >= MOST_BUDGETS:
@@ -113,15 +116,17 @@ def _alarm(_: int, frame: FrameType | None) -> None:
 
 
 async def turn() -> None:
-    """Let others have their tokens before the parsers of the next answer."""
-    await asyncio.sleep(0)
-    if rest_s := budget().wait_s():
-        await asyncio.sleep(min(rest_s, RESTS_S))
+    """Let others have their tokens before the parsers of the next answer, of which a project has one at a time."""
+    allowed, until = budget(), time.monotonic() + RESTS_S
+    async with allowed.next:
+        await asyncio.sleep(0)  # the answer before this one is parsed by now
+        if rest_s := allowed.wait_s():
+            await asyncio.sleep(max(0.0, min(rest_s, until - time.monotonic())))
 
 
 def begin(of: str) -> None:
     """Note whose request the task answers from now on, and forget what parsers found in answers to the last one."""
-    _project.set(of)
+    project.set(of)
     _found.set({})
 
 

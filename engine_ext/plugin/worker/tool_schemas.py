@@ -14,7 +14,7 @@ from sglang.srt.entrypoints.openai import serving_chat
 
 MOST_KNOWN = 4096  # schemas
 MOST_SAID = 300  # characters of what is wrong
-MANY = 200  # objects and lists of tools, whose check takes as long as a step
+MANY = 1000  # objects, lists and their entries in tools, whose check takes as long as a step
 
 
 class ToolSchemas:
@@ -26,7 +26,8 @@ class ToolSchemas:
     def check_schema(cls, schema: Any) -> None:
         """Raise SchemaError if it is no JSON schema. Whether its patterns compile, the grammar finds out."""
         key = sha256(json.dumps(schema).encode()).digest()
-        if key not in cls._known:
+        said = cls._known.get(key, "")
+        if said == "":
             said = None
             try:
                 Draft202012Validator(Draft202012Validator.META_SCHEMA).validate(schema)
@@ -35,7 +36,7 @@ class ToolSchemas:
             cls._known[key] = said
             if len(cls._known) > MOST_KNOWN:
                 cls._known.popitem(last=False)
-        if (said := cls._known[key]) is not None:
+        if said is not None:
             raise SchemaError(said)
 
 
@@ -45,8 +46,8 @@ def are_many(tools: Any) -> bool:
     while left and count <= MANY:
         each = left.pop()
         if isinstance(each, dict | list):
-            count += 1
-            left += each.values() if isinstance(each, dict) else each[:MANY]
+            count += 1 + len(each)
+            left += each.values() if isinstance(each, dict) else each
     return count > MANY
 
 

@@ -56,6 +56,7 @@ def formatted(schema: Any) -> dict[str, Any]:
         ),
         (formatted([0] * 1_000_000), "response_format"),
         ({"tools": [{"function": {"name": "f", "parameters": {"prefixItems": [{}] * 8000}}}]}, "tools"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"prefixItems": [True] * 6000}}}]}, "tools"),
         ({"logit_bias": {str(n): 1 for n in range(4096)}}, "logit_bias"),
         ({"logit_bias": {"05": 1}}, "logit_bias"),
         ({"stop": ["x"] * 100}, "stop"),

@@ -137,15 +137,16 @@ def test_what_batches_are_owed_they_get_at_a_chunk_a_time() -> None:
 @pytest.mark.parametrize(
     ("tokens", "chunk", "waiting", "does"),
     [
-        (1500, Chunk(2000, 500, True, True, True), 1, "yields"),
-        (LARGEST, Chunk(2000, 500, True, True, True), 1, "parks"),
-        (1500, Chunk(100, 500, True, True, True), 1, ""),
-        (1500, Chunk(2000, 500, True, False, False), 1, "yields"),
-        (LARGEST, Chunk(2000, 500, True, True, False), 1, ""),
-        (1500, Chunk(2000, 500, True, True, True), 0, ""),
-        (1500, Chunk(2000, 500, False, False, False), 1, ""),
+        (1500, Chunk(2000, 500, True, True, True, True), 1, "yields"),
+        (LARGEST, Chunk(2000, 500, True, True, True, True), 1, "parks"),
+        (1500, Chunk(100, 500, True, True, True, True), 1, ""),
+        (1500, Chunk(2000, 500, True, False, False, True), 1, "yields"),
+        (1500, Chunk(2000, 500, True, True, True, False), 1, "parks"),
+        (LARGEST, Chunk(2000, 500, True, True, False, True), 1, ""),
+        (1500, Chunk(2000, 500, True, True, True, True), 0, ""),
+        (1500, Chunk(2000, 500, False, False, False, False), 1, ""),
     ],
-    ids=["in the way", "of a long one", "small", "cannot", "may not", "nobody waits", "an online one"],
+    ids=["in the way", "of a long one", "small", "cannot park", "cannot yield", "may not", "nobody waits", "theirs"],
 )
 def test_a_prompt_of_a_batch_makes_way_for_those_that_wait(tokens: int, chunk: Chunk, waiting: int, does: str) -> None:
     view = beside(prompts(tokens, waiting), chunk=chunk)
@@ -159,14 +160,23 @@ def test_a_prompt_of_a_batch_makes_way_for_those_that_wait(tokens: int, chunk: C
 
 
 def test_a_prompt_of_a_batch_parks_where_the_step_has_no_page_for_it() -> None:
-    view = beside(prompts(LARGEST - PAGE + 1), chunk=Chunk(2000, 500, True, True, True))
+    view = beside(prompts(LARGEST - PAGE + 1), chunk=Chunk(2000, 500, True, True, True, True))
     assert step(view).plan.parks
     assert step(view._replace(online=prompts(LARGEST - PAGE))).plan.yields
 
 
+def test_a_prompt_of_a_batch_parks_where_yielding_lets_nobody_in() -> None:
+    """As where the cache has no room beside it, or SGLang computes tokens that are cached."""
+    view, memory = beside(prompts(1500), chunk=Chunk(2000, 500, True, True, True, True)), fresh()
+    assert step(view._replace(used=CAPACITY - 3000)).plan.parks
+    assert step(view, memory).plan.yields
+    assert memory.in_vain[0]  # until a step computes one of them
+    assert step(view, memory).plan.parks
+
+
 def test_a_prompt_of_a_batch_for_which_the_cache_has_no_room_is_parked() -> None:
     """SGLang takes its whole chunk where no room is left, and fails; however often it has made way before."""
-    chunk = Chunk(600, 500, True, True, False)
+    chunk = Chunk(600, 500, True, True, False, True)
     view = batches_alone(0, 10_000, 10, 0, largest=LARGEST)._replace(chunk=chunk)
     assert step(view._replace(used=CAPACITY - 11)).plan.parks
     assert not step(view._replace(used=CAPACITY - 12)).plan.parks
@@ -174,10 +184,10 @@ def test_a_prompt_of_a_batch_for_which_the_cache_has_no_room_is_parked() -> None
 
 def test_room_is_made_for_the_first_that_waits_and_for_what_is_begun() -> None:
     needs = prompts(700, first=900)
-    chunk = Chunk(100, 0, True, True, False)
+    chunk = Chunk(100, 0, True, True, False, True)
     assert step(beside(needs, 8)).plan.room == Room(900 + 8 + 1 + 1, True, False)
     assert step(beside(needs, 8, chunk=chunk)).plan.room == Room(900 + 8 + 1 + 1 + 100, True, False)
-    begun = step(beside(needs._replace(waiting=0), 8, chunk=Chunk(700, 300, False, False, False)))
+    begun = step(beside(needs._replace(waiting=0), 8, chunk=Chunk(700, 300, False, False, False, False)))
     assert begun.plan.room == Room(900 + 8 + 1 + 1, False, True)
 
 
