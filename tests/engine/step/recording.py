@@ -38,7 +38,8 @@ def _held(ours: Admission, scheduler: Any, req: Any, is_on_engine: bool) -> Held
 
 
 def _cached(scheduler: Any, req: Any) -> int:
-    everything = SimpleNamespace(origin_input_ids=req.origin_input_ids + req.output_ids, extra_key=req.extra_key)
+    ids = req.origin_input_ids + req.output_ids
+    everything = SimpleNamespace(origin_input_ids=ids, extra_key=req.extra_key, return_logprob=False)
     return cached_tokens(scheduler.tree_cache, everything, touches=False).on_device
 
 
