@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from service.db.clock import now_s
 from service.db.moves import rows_changed
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, Slice, SliceBatch, SliceStatus, fixed
+from service.db.tables import Batch, BatchStatus, DrainedWorker, Slice, SliceBatch, SliceStatus, fixed
 from service.objects.shards import Told, told
 from service.queue.counts import Counts
 from service.queue.parts import Part, offsets_of, places_of
@@ -75,6 +75,8 @@ class Leases:
     async def claim(self, slice_id: int) -> Lease | None:
         """Lease the slice if it is ready and of this worker's model and adapters; return None if it is not.
 
+        A drained worker gets none, from the moment of the drain on.
+
         An announcement may be older than the database, whose ids then mean other slices.
         """
         # An engine would answer a request for an adapter that it lacks with an error, and that answer would be final.
@@ -83,11 +85,13 @@ class Leases:
             .where(SliceBatch.slice_id == slice_id, Batch.id == SliceBatch.batch_id)
             .where(Batch.adapter.is_not(None), Batch.adapter.not_in(self._adapters))
         )
+        is_drained = exists().where(DrainedWorker.name == self._owner)
         async with self._database.write() as session:
             row = (
                 await session.execute(
                     update(Slice)
-                    .where(Slice.id == slice_id, Slice.model == self._model, Slice.status == SliceStatus.READY, ~others)
+                    .where(Slice.id == slice_id, Slice.model == self._model, Slice.status == SliceStatus.READY)
+                    .where(~others, ~is_drained)
                     .values(
                         status=SliceStatus.LEASED,
                         owner=self._owner,

@@ -251,7 +251,9 @@ class Worker:
             await asyncio.sleep(0.02)
             return
         lease = await self._leases.claim(slice_id)
-        if lease is not None:
+        if lease is None:
+            await self._watch_drains()
+        else:
             run = SliceRun(
                 lease,
                 self._database,

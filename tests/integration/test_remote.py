@@ -338,12 +338,12 @@ async def test_a_drained_worker_takes_nothing_until_it_is_resumed(harness: Harne
     engine = ScriptedEngine()
     async with harness.working(engine, "worker-a"):
         await until(Heartbeat(harness.redis).alive)
-        assert (await run(url, "workers", "drain", "worker-a"))[0] == 0
-        await until(lambda: knows_that_it_is_drained(harness))
+        assert (await run(url, "workers", "drain", "worker-a"))[0] == 0  # from now on, whether it knows it or not
         batch_id = await harness.submit(jsonl(line(n) for n in range(4)))
         await harness.plan()
         await asyncio.sleep(1.0)  # an undrained worker has taken it in a hundredth of that
         assert not engine.runs
+        await until(lambda: knows_that_it_is_drained(harness))
         [found] = json.loads((await run(url, "workers", "list", "--json"))[1])
         assert (found["id"], found["state"], found["slices"]) == ("worker-a", "draining", 0)
         assert (await run(url, "workers", "resume", "worker-a"))[0] == 0
