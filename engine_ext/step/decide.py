@@ -169,7 +169,7 @@ def _way(view: View, budget: int, online: int, free: int, in_vain: bool) -> tupl
     if view.online.waiting == 0 or chunk.left + online <= budget:
         return budget, False, False
     fits = free >= view.online.first + view.decoding + view.page + 1 + chunk.left
-    if chunk.can_yield and fits and not in_vain and online == view.online.tokens and budget - online >= PAGE:
+    if chunk.can_yield and fits and not in_vain and online == view.online.tokens and budget - online >= view.page:
         return budget, False, True
     return (budget, True, False) if chunk.may_park else (min(chunk.left + online, view.largest), False, False)
 

@@ -154,15 +154,15 @@ def test_a_prompt_of_a_batch_makes_way_for_those_that_wait(tokens: int, chunk: C
     assert (plan.parks, plan.yields) == (does == "parks", does == "yields")
     if does == "yields":
         assert online == tokens
-        assert PAGE <= plan.budget - online < chunk.left
+        assert 0 < plan.budget - online < chunk.left
     elif chunk.is_ours and waiting and not does:
         assert plan.budget >= min(chunk.left + online, LARGEST)
 
 
 def test_a_prompt_of_a_batch_parks_where_the_step_has_no_page_for_it() -> None:
-    view = beside(prompts(LARGEST - PAGE + 1), chunk=Chunk(2000, 500, True, True, True, True))
+    view = beside(prompts(LARGEST - 63), chunk=Chunk(2000, 500, True, True, True, True))._replace(page=64)
     assert step(view).plan.parks
-    assert step(view._replace(online=prompts(LARGEST - PAGE))).plan.yields
+    assert step(view._replace(online=prompts(LARGEST - 64))).plan.yields
 
 
 def test_a_prompt_of_a_batch_parks_where_yielding_lets_nobody_in() -> None:
