@@ -1,6 +1,7 @@
 """The schemas of tools hold up nobody: few are checked in the event loop, equal ones once, and errors are short."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -33,6 +34,23 @@ def test_patterns_are_not_compiled() -> None:
     started = time.thread_time()
     ToolSchemas.check_schema({"allOf": [{"pattern": f"{k}(?i:[\x01-\uffff]{'a' * 200})"} for k in range(8)]})
     assert time.thread_time() - started < 0.5
+
+
+def test_entries_that_cannot_be_sorted_are_compared_once_each() -> None:
+    """Each with each took a minute for the names of one body, and again where the check then failed of its depth."""
+    names = [0, *([f"{k:04}"] for k in range(9000))]
+    started = time.thread_time()
+    for _ in range(2):
+        with pytest.raises(SchemaError):
+            ToolSchemas.check_schema({"dependencies": {"a": names}})
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"not": deep}
+    with suppress(SchemaError):
+        ToolSchemas.check_schema({"dependencies": {"x": {"items": {"dependencies": {"a": names}}, "not": deep}}})
+    assert time.thread_time() - started < 5
+    with pytest.raises(SchemaError):
+        ToolSchemas.check_schema({"required": ["a", "a"]})
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw
 
     Beside a prompt in chunks that left room to others, no second one is cut into chunks: SGLang would fail.
     """
-    if getattr(adder, "batchweave_continues", False) and _uncached(req) > adder.rem_chunk_tokens:
+    if getattr(adder, "batchweave_continues", False) and _uncached(adder, req) > adder.rem_chunk_tokens:
         return AddReqResult.OTHER
     if not _admits(adder):
         return original(adder, req, *args, **kwargs)
@@ -79,8 +79,9 @@ def _left_to_others(adder: Any, req: Any) -> int:
     return max(0, most - turns.chunk_tokens(needed, most, adder.page_size))
 
 
-def _uncached(req: Any) -> int:
-    return len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+def _uncached(adder: Any, req: Any) -> int:
+    """Return how many tokens of whole pages SGLang would compute of a request."""
+    return int(adder.ceil_paged_tokens(len(req.full_untruncated_fill_ids) - len(req.prefix_indices)))
 
 
 def _admits(adder: Any) -> bool:
