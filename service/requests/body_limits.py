@@ -259,6 +259,9 @@ def schema_risk(schema: Any, has_data: bool = True) -> str | None:
         elif role is Role.MAP:
             return "has a schema whose properties or definitions are no object"
         elif isinstance(value, list):
+            kinds = set(map(type, value))
+            if role is Role.SCHEMA and kinds - {str} and kinds - {dict, bool}:
+                counts["schemas"] += len(value)  # which jsonschema compares each with each
             counts["characters"] += 2 * len(value)
             left += [(each, at + 1, role) for each in value[:SCHEMA_CHARACTERS]]
         else:

@@ -217,7 +217,7 @@ async def test_answers_rest_a_little_and_aborted_ones_never(reason: str, rests: 
     manager, started = steps(1, reason=reason), time.monotonic()
     patience.paced(manager)
     assert [found async for found in manager.generate_request(None)]
-    assert (time.monotonic() - started >= patience.RESTS_S) == rests
+    assert (time.monotonic() - started > patience.RESTS_S / 2) == rests
     assert parsed("qwen", CALLS) != []  # an ordinary call takes less than the least
 
 

@@ -32,8 +32,8 @@ async def run_watched(
 
     async def watch() -> None:
         while True:
-            await asyncio.sleep(0.05)
             seen.append(await engine.state())
+            await asyncio.sleep(0.005)
 
     async with asyncio.timeout(200):
         watching = asyncio.create_task(watch())

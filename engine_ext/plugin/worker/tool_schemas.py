@@ -6,26 +6,15 @@ wrong: megabytes.
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
 from hashlib import sha256
 from typing import Any, ClassVar
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
-from jsonschema.validators import extend
 from sglang.srt.entrypoints.openai import serving_chat
 
 MOST_KNOWN = 4096  # schemas
 MOST_SAID = 300  # characters of what is wrong
 MANY = 1000  # objects, lists and their entries in tools, whose check takes as long as a step
-
-
-def _unique(validator: Any, unique: bool, given: Any, schema: Any) -> Iterator[ValidationError]:
-    """Find entries that are there twice; jsonschema compares all pairs of those that cannot be sorted."""
-    if unique and isinstance(given, list) and len({json.dumps(each, sort_keys=True) for each in given}) < len(given):
-        yield ValidationError("an entry of a list is there twice")
-
-
-_Checked: Any = extend(Draft202012Validator, {"uniqueItems": _unique})
 
 
 class ToolSchemas:
@@ -41,7 +30,7 @@ class ToolSchemas:
         if said == "":
             said = None
             try:
-                _Checked(Draft202012Validator.META_SCHEMA).validate(schema)
+                Draft202012Validator(Draft202012Validator.META_SCHEMA).validate(schema)
             except ValidationError as error:
                 said = f"{error.message[:MOST_SAID]} (at {error.json_path[:MOST_SAID]})"
             except RecursionError:

@@ -7,6 +7,8 @@ import pytest
 from service.requests.body_limits import MOST_ENUM, body_faults
 from service.requests.patterns import risk
 
+UNSORTED = [[f"{k}"] for k in range(2000)]
+
 
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
@@ -57,6 +59,8 @@ def formatted(schema: Any) -> dict[str, Any]:
         (formatted([0] * 1_000_000), "response_format"),
         ({"tools": [{"function": {"name": "f", "parameters": {"prefixItems": [{}] * 8000}}}]}, "tools"),
         ({"tools": [{"function": {"name": "f", "parameters": {"prefixItems": [True] * 6000}}}]}, "tools"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"dependencies": {"a": [0, *UNSORTED]}}}}]}, "tools"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"required": ["a", 0] * 600}}}]}, "tools"),
         ({"logit_bias": {str(n): 1 for n in range(4096)}}, "logit_bias"),
         ({"logit_bias": {"05": 1}}, "logit_bias"),
         ({"stop": ["x"] * 100}, "stop"),
