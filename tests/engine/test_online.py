@@ -93,7 +93,7 @@ def test_online_requests_are_in_the_next_step(real: Real, mixed: bool) -> None:
     """Each is in the first step that is decided after it came, if need be before the chunk of a batch's prompt."""
     alone = real.answers_alone(batch())
     theirs = real.answers_alone(asked())
-    parked = 0
+    made_way = 0
     for _ in range(30):  # whether one comes in the middle of a long prompt is chance, and rarer on a busy machine
         ours = run(real, None, batch(), asked(), mixed, chunk=CHUNK // 4)
         assert ours["answers"] == alone
@@ -103,10 +103,10 @@ def test_online_requests_are_in_the_next_step(real: Real, mixed: bool) -> None:
         assert ours["online_most_steps"] <= 6
         assert ours["admitted"] == len(batch()) + ours["retractions"]  # a parked prefill counts as one
         assert (ours["waiting"], ours["running"], ours["kv_kept"]) == (0, 0, 0)
-        parked += ours["parked"]
-        if parked:
+        made_way += ours["parked"] + ours["yielded"]
+        if made_way or not mixed:  # there a prompt of a batch has whole steps, in whose middle hardly any comes
             break
-    assert parked > 0
+    assert made_way > 0 or not mixed
 
 
 def test_a_batch_is_retracted_before_online_requests(real: Real) -> None:

@@ -54,6 +54,7 @@ def apply(
 def _clear_the_way(ours: Admission, scheduler: Any, running: Any, plan: StepPlan, rests: list[Any]) -> list[Any]:
     """Park, take off and leave out what the plan says; return the decodes that are left out of `running`."""
     ours.made_way.clear()
+    ours.figures.yielded += plan.yields
     if plan.parks:
         scheduler.chunked_req.batchweave_first = ()
         computed = len(scheduler.chunked_req.prefix_indices)

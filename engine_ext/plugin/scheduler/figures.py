@@ -13,13 +13,15 @@ class Figures:
     """What was done since the engine's start.
 
     `refused`: admissions that SGLang did not take. `parked`, `preempted`, `retractions`: requests of batches that wait
-    again, by reason. `online_most_steps`: the most steps that an online request waited. `deciding_s`: all that the
-    hooks of the scheduler's loop took, without SGLang's part; `deciding`: that of the last steps.
+    again, by reason. `yielded`: steps in which a batch's prompt left online ones their part. `online_most_steps`: the
+    most steps that an online request waited. `deciding_s`: all that the hooks of the scheduler's loop took, without
+    SGLang's part; `deciding`: that of the last steps.
     """
 
     admitted: int = 0
     refused: int = 0
     parked: int = 0
+    yielded: int = 0
     preempted: int = 0
     retractions: int = 0
     retracted_tokens: int = 0

@@ -49,6 +49,7 @@ def _of_scan(ours: Admission) -> dict[str, Any]:
         "retractions": did.retractions,
         "retracted_tokens": did.retracted_tokens,
         "parked": did.parked,
+        "yielded": did.yielded,
         "preempted": did.preempted,
         "restored_tokens": ours.reuse.restored_tokens,
         "loaded_host_tokens": ours.copies.loaded_tokens,
