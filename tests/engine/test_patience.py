@@ -232,7 +232,7 @@ def test_parsers_find_the_same_again_at_no_cost() -> None:
 
 
 def test_no_alarm_ends_a_parser_that_logs() -> None:
-    """The lock of the log's handler would stay held, and whoever logs next would wait for good."""
+    """The lock of the log's handler would stay held, and who logs next would wait for good."""
     log = logging.getLogger("test.patience")
     log.addHandler(logging.StreamHandler(io.StringIO()))
 

@@ -7,16 +7,12 @@ its streams skip steps (the next step has their text too), and its answers wait 
 """
 
 import asyncio
-import gc
 import logging
-import signal
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
-from types import FrameType
 from typing import Any, TypeVar
 
 from sglang.srt.function_call.core_types import StreamingParseResult
@@ -24,6 +20,8 @@ from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
+from engine_ext.plugin.worker import alarm
+from engine_ext.plugin.worker.alarm import TooLongError
 from engine_ext.plugin.worker.aside import in_loop, project
 
 AT_ONCE_S = 0.25  # of the thread's time, for one answer: others' tokens wait for it
@@ -31,17 +29,11 @@ LEAST_S = 0.02  # for one of a project above its share: 100 KB of ordinary calls
 RESTS_S = 2.0  # for which an answer waits until its project has its share again
 BURST_S = 0.5  # that the parsers of one project may take above their share
 SHARE = 0.125  # of the time, for the parsers of one project
-AGAIN_S = 20e-6  # until the next alarm, where a parser has caught the last one
-LOGGING_S = 1e-3  # until the next alarm, where one came while a lock of `logging` might be held
 ENDED = {"type": "stop"}  # of each of several answers
 MOST_BUDGETS = 1000  # that are kept, beside those of projects that are above their share
 
 Found = TypeVar("Found")
 _found: ContextVar[dict[Any, Any]] = ContextVar("found")  # what parsers found in answers of the task's request
-
-
-class TooLongError(BaseException):
-    """A parser has used its time. No Exception, because the parsers catch those."""
 
 
 class Budget:
@@ -62,13 +54,10 @@ class Budget:
 
     def run(self, parse: Callable[[], Found]) -> Found:
         """Return what `parse` returns. Raises TooLongError."""
-        started, collects = time.thread_time(), gc.isenabled()
-        gc.disable()  # a collection takes as long as a parser may, and is not its fault
+        started = time.thread_time()
         try:
-            return _limited(LEAST_S if self.wait_s() else AT_ONCE_S, parse)
-        finally:  # no alarm ends anything here
-            if collects:
-                gc.enable()
+            return alarm.within(LEAST_S if self.wait_s() else AT_ONCE_S, parse)
+        finally:
             self.wait_s()
             self._left_s -= time.thread_time() - started
 
@@ -86,33 +75,6 @@ def budget() -> Budget:
                 del budgets[idle]
         found = budgets[name] = Budget()
     return found
-
-
-_until = 0.0  # of the thread's time, for the parser that runs
-
-
-def _limited(seconds: float, parse: Callable[[], Found]) -> Found:
-    global _until
-    _until = time.thread_time() + seconds
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        return parse()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _alarm(_: int, frame: FrameType | None) -> None:
-    """End the parser that runs; both Python and its regular expressions look for signals."""
-    logs = False
-    while frame is not None and frame.f_code is not _limited.__code__:
-        logs |= frame.f_code.co_filename == logging.__file__
-        frame = frame.f_back
-    if frame is None:
-        return
-    left = _until - time.thread_time()  # more, where this process had no core
-    signal.setitimer(signal.ITIMER_REAL, max(left, LOGGING_S if logs else AGAIN_S))
-    if left <= 0 and not logs:
-        raise TooLongError
 
 
 async def turn() -> None:
@@ -153,10 +115,8 @@ def paced(manager: Any) -> None:
 
 def bound() -> None:
     """Bound SGLang's parsers. Call it in the main thread, where the event loop must run."""
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("alarms reach the main thread alone")
-    signal.signal(signal.SIGALRM, _alarm)
-    for name in ("function_call", "parser"):  # they quote answers, and a lock that an alarm leaves held is for good
+    alarm.install()
+    for name in ("function_call", "parser"):  # what they log quotes answers
         logging.getLogger(f"sglang.srt.{name}").setLevel(logging.CRITICAL)
     if FunctionCallParser.has_tool_call.__module__ == __name__:
         return
