@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,6 @@ from service.errors import StartError
 from service.metrics.counters import LOOP_LAG, SLICES
 from service.metrics.engine import EngineMetrics
 from service.metrics.gpu_health import GpuHealth
-from service.objects.plan_artifact import SLICE_BYTES
 from service.objects.storage import Storage
 from service.queue.announcements import Announcements
 from service.queue.bell import Bell, Job
@@ -29,24 +28,21 @@ from service.queue.counts import Counts
 from service.queue.leases import Leases
 from service.queue.progress import Heartbeat, Progress
 from service.queue.trust import address_proof, deployment_token
-from service.queue.urgency import pools_of
 from service.settings import Settings
 from service.worker.batch_engine import Engine
 from service.worker.door import ENDS_S, Door, OnlineEngine
 from service.worker.feed import Feed
 from service.worker.following import Peers
+from service.worker.room import Room
 from service.worker.sharing import Sharing
 from service.worker.slice_run import SliceRun
 
 BEAT_S = 3.0
 EVEN_S = 1.0  # between two looks at what to hand over
 TAKE_MS = 1500  # a stop waits up to this long
-PEEK_S = 1.0  # between two looks at the next slice while there is no room for it
 LAG_EVERY_S = 0.25  # between two looks at how late the event loop is
-HORIZON_S = 900.0  # of work in flight that is enough
 REST_LOOK_S = 60.0  # between two looks at an idle engine
 TRIAL_WAITS_S = 300.0  # for which a suspect slice waits for online requests
-MOST_BYTES = 256 << 20  # of the lines in flight, whose decoded bodies take some times as much memory
 IN_FLIGHT = 4  # times the requests that an engine runs at once: what the scan needs for its blend
 DRAIN_S = 4.0  # to write the remaining answers; container runtimes allow ten seconds for the whole stop
 LATE_S = 1.0  # for tasks that have not ended after the drain
@@ -63,11 +59,6 @@ def _door_of(engine: OnlineEngine | None, settings: Settings, against: Callable[
         log.warning("no online requests: set BATCHWEAVE_SECRET_KEY to the same value for all roles")
         return None
     return Door(engine, settings.served_models, token, settings.max_line_bytes, against)
-
-
-def _fit(runs: Iterable[SliceRun]) -> bool:
-    """Return whether there is memory for the lines of one more slice beside those of these runs."""
-    return sum(run.size for run in runs) <= MOST_BYTES - SLICE_BYTES
 
 
 class Worker:
@@ -98,7 +89,6 @@ class Worker:
         self._storage = storage
         self._engine = engine
         self._settings = settings
-        self._in_flight_requests = in_flight_requests
         model, adapters = settings.served_model, settings.adapters
         self._leases = Leases(database, settings.worker_name, model, settings.lease_s, adapters)
         self._announcements = Announcements(redis, model, adapters)
@@ -112,6 +102,7 @@ class Worker:
         self._heartbeat = Heartbeat(redis, 5 * self._beat_s)
         self._bell = Bell(redis, settings.poll_s)
         self._metrics = metrics or EngineMetrics(settings.served_model)
+        self._room = Room(in_flight_requests, database, self._announcements, self._sharing, self._metrics, clock)
         self._feed = Feed()
         self._runs: set[SliceRun] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,7 +116,6 @@ class Worker:
         self._started_at = int(clock())
         self._is_drained = False
         self._was_busy, self._looked_at = True, -math.inf
-        self._peeked_at = -math.inf
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`, then give back the slices that are not finished."""
@@ -216,33 +206,10 @@ class Worker:
                 async with asyncio.timeout(pause):
                     await stop.wait()
 
-    async def _has_room(self) -> bool:
-        """Return whether to take another slice: there is little in flight, or the next slice is more urgent.
-
-        In flight are as many requests as the scan needs for its blend, or half of these where they last for long, and
-        no more than this worker's share. Only what is as urgent as the next slice counts against it, because the engine
-        lets it in before all others. The lines of what counts fit into memory.
-        """
-        requests, fits = sum(run.remaining for run in self._runs), _fit(self._runs)
-        lasts = self._metrics.remaining_s > HORIZON_S and 2 * requests >= self._in_flight_requests
-        if fits and requests < self._in_flight_requests and not lasts and await self._sharing.may_take(self._runs):
-            return True
-        if time.monotonic() - self._peeked_at < PEEK_S:
-            return False
-        self._peeked_at = time.monotonic()
-        head = await self._announcements.head()
-        if head is None:
-            return False
-        async with self._database.read() as session:
-            pools = await pools_of(session, [head, *(run.lease.slice_id for run in self._runs)], self._clock())
-        urgent = [run for run in self._runs if pools.get(run.lease.slice_id, 0) <= pools.get(head, 0)]
-        before = sum(run.remaining for run in urgent)
-        return before < requests and 2 * before < self._in_flight_requests and _fit(urgent)
-
     async def _take_slice(self) -> None:
         """Start one more slice if the engine has room for it."""
         on_trial = any(run.lease.trial for run in self._runs)
-        if self._is_drained or on_trial or not await self._has_room():
+        if self._is_drained or on_trial or not await self._room.is_left(self._runs):
             await asyncio.sleep(0.02)
             return
         mine = self._sharing.slices(self._runs)

@@ -199,7 +199,7 @@ async def test_a_worker_holds_no_more_lines_than_fit_into_memory(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes no slice beside the first one until that has run, though its engine could."""
-    monkeypatch.setattr("service.worker.loop.MOST_BYTES", SLICE_BYTES + 1)
+    monkeypatch.setattr("service.worker.room.MOST_BYTES", SLICE_BYTES + 1)
     engine = HeldEngine()
     async with crew(harness, engine):
         batch_id = await harness.submit(jsonl(line(n) for n in range(64)))
