@@ -7,7 +7,8 @@ import pytest
 from jsonschema import SchemaError
 
 from engine_ext.plugin.worker import tool_schemas
-from engine_ext.plugin.worker.tool_schemas import MANY, MOST_SAID, ToolSchemas, are_many
+from engine_ext.plugin.worker.refusals import MOST_SAID
+from engine_ext.plugin.worker.tool_schemas import MANY, ToolSchemas, are_many
 
 
 def nested(depth: int, leaf: Any) -> Any:

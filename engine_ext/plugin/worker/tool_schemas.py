@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
 from sglang.srt.entrypoints.openai import serving_chat
 
+from engine_ext.plugin.worker.refusals import MOST_SAID
+
 MOST_KNOWN = 4096  # schemas
-MOST_SAID = 300  # characters of what is wrong
 MANY = 1000  # objects, lists and their entries in tools, whose check takes as long as a step
 
 
@@ -26,20 +27,24 @@ class ToolSchemas:
     def check_schema(cls, schema: Any) -> None:
         """Raise SchemaError if it is no JSON schema. Whether its patterns compile, the grammar finds out."""
         key = sha256(json.dumps(schema).encode()).digest()
-        said = cls._known.get(key, "")
-        if said == "":
-            said = None
-            try:
-                Draft202012Validator(Draft202012Validator.META_SCHEMA).validate(schema)
-            except ValidationError as error:
-                said = f"{error.message[:MOST_SAID]} (at {error.json_path[:MOST_SAID]})"
-            except RecursionError:
-                said = "it is nested too deep"
-            cls._known[key] = said
+        try:
+            said = cls._known[key]
+        except KeyError:
+            said = cls._known[key] = _fault(schema)
             if len(cls._known) > MOST_KNOWN:
                 cls._known.popitem(last=False)
         if said is not None:
             raise SchemaError(said)
+
+
+def _fault(schema: Any) -> str | None:
+    try:
+        Draft202012Validator(Draft202012Validator.META_SCHEMA).validate(schema)
+    except ValidationError as error:
+        return f"{error.message[:MOST_SAID]} (at {error.json_path[:MOST_SAID]})"
+    except RecursionError:
+        return "it is nested too deep"
+    return None
 
 
 def are_many(tools: Any) -> bool:
