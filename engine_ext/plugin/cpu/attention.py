@@ -21,8 +21,6 @@ from engine_ext.plugin.options import handed_over
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 ROWS = 512  # queries at one time, whose mask has a byte for each key
 LEAST_SHARED = 64  # tokens of a prefix that is read once for all that share it
-
-
 PLACES = (0, 64, 256, 1024, 4096)  # of tokens by whose slots requests with common prefixes are found
 
 
@@ -45,22 +43,17 @@ def decode(
     k_cache: Any,
     v_cache: Any,
     req_to_token: Any,
-    req_pool_indices: Any,
+    pools: Any,
     seq_lens: Any,
     encoder_lens: Any = None,
-    scaling: float | None = None,
-    enable_gqa: bool = False,
-    causal: bool = False,
-    is_cross_attn: bool = False,
-    sliding_window_size: int | None = None,
+    **options: Any,
 ) -> Any:
     """Run the attention of one new token for each request. Shapes: see `extend`."""
-    if encoder_lens is not None or is_cross_attn or sliding_window_size not in (None, -1):
-        places = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
-        more = (encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size)
-        return original(backend, _widened(query), output, *places, *more)  # SGLang casts all to the query's dtype
-    requests = _requests(req_to_token, req_pool_indices, seq_lens, [1] * len(seq_lens))
-    return _run(query, output, k_cache, v_cache, requests, scaling, enable_gqa)
+    if not _is_plain(encoder_lens, options):
+        places = (k_cache, v_cache, req_to_token, pools, seq_lens, encoder_lens)
+        return original(backend, _widened(query), output, *places, **options)  # SGLang casts all to the query's dtype
+    requests = _requests(req_to_token, pools, seq_lens, [1] * len(seq_lens))
+    return _run(query, output, k_cache, v_cache, requests, options)
 
 
 def extend(
@@ -71,16 +64,12 @@ def extend(
     k_cache: Any,
     v_cache: Any,
     req_to_token: Any,
-    req_pool_indices: Any,
+    pools: Any,
     seq_lens: Any,
-    extend_prefix_lens: Any,
-    extend_seq_lens: Any,
+    prefix_lens: Any,
+    new_lens: Any,
     encoder_lens: Any = None,
-    scaling: float | None = None,
-    enable_gqa: bool = False,
-    causal: bool = False,
-    is_cross_attn: bool = False,
-    sliding_window_size: int | None = None,
+    **options: Any,
 ) -> Any:
     """Run the attention of new tokens alone.
 
@@ -88,12 +77,17 @@ def extend(
     as if nothing were cached. Shapes are SGLang's: `query` and `output` [tokens, heads, size], the caches [slots,
     heads, size].
     """
-    if encoder_lens is not None or not causal or sliding_window_size not in (None, -1):
-        lengths = (seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens, scaling, enable_gqa, causal)
-        places = (k_cache, v_cache, req_to_token, req_pool_indices)
-        return original(backend, _widened(query), output, *places, *lengths, is_cross_attn, sliding_window_size)
-    requests = _requests(req_to_token, req_pool_indices, seq_lens, extend_seq_lens.tolist())
-    return _run(query, output, k_cache, v_cache, requests, scaling, enable_gqa)
+    if not (_is_plain(encoder_lens, options) and options.get("causal")):
+        places = (k_cache, v_cache, req_to_token, pools, seq_lens, prefix_lens, new_lens, encoder_lens)
+        return original(backend, _widened(query), output, *places, **options)
+    requests = _requests(req_to_token, pools, seq_lens, new_lens.tolist())
+    return _run(query, output, k_cache, v_cache, requests, options)
+
+
+def _is_plain(encoder_lens: Any, options: dict[str, Any]) -> bool:
+    """Return whether each token sees all before it in its own request, and nothing else."""
+    has_window = options.get("sliding_window_size") not in (None, -1)
+    return encoder_lens is None and not options.get("is_cross_attn") and not has_window
 
 
 def _widened(values: Any) -> Any:
@@ -109,40 +103,78 @@ def _requests(req_to_token: Any, pools: Any, lengths: Any, news: Sequence[int]) 
     return [_Tokens(table[pool, :length], new, first) for pool, length, new, first in wanted]
 
 
-def _run(
-    query: Any, output: Any, k_cache: Any, v_cache: Any, requests: list[_Tokens], scaling: float | None, gqa: bool
-) -> Any:
-    wide = _widened(query[:0]).dtype
-    for shared, members in _groups(requests):
-        slots = np.concatenate([members[0].slots[:shared], *(each.slots[shared:] for each in members)])
+class _Layer(NamedTuple):
+    """What attention reads and writes in one layer; `wide` is the dtype in which it is computed."""
+
+    query: Any
+    output: Any
+    k_cache: Any
+    v_cache: Any
+    wide: Any
+    options: dict[str, Any]
+
+    def keys_and_values(self, slots: NDArray[Any]) -> list[Any]:
+        """Return those of these slots, [1, heads, slots, size]."""
         at = torch.from_numpy(slots)
-        keys, values = (cache[at].to(wide).movedim(0, 1).unsqueeze(0) for cache in (k_cache, v_cache))
-        count = sum(each.new for each in members)
-        rows_of = torch.from_numpy(np.concatenate([np.arange(each.first, each.first + each.new) for each in members]))
-        at_once = count if count == len(slots) else ROWS  # nothing is cached: no mask is needed
-        for first in range(0, count, at_once):
-            where = rows_of[first : first + at_once]
-            rows = query[where]
-            # Queries of one request see nothing behind the last of them.
-            seen = len(slots) - count + first + len(rows) if len(members) == 1 else len(slots)
-            found = scaled_dot_product_attention(
-                rows.to(wide).movedim(0, 1).unsqueeze(0),
-                keys[:, :, :seen],
-                values[:, :, :seen],
-                attn_mask=None if count == len(slots) else _mask(shared, members, len(rows), seen),
-                is_causal=count == len(slots),
-                enable_gqa=gqa,
-                scale=scaling,
-            )
-            output[where] = found.squeeze(0).movedim(1, 0).to(output.dtype)
+        return [cache[at].to(self.wide).movedim(0, 1).unsqueeze(0) for cache in (self.k_cache, self.v_cache)]
+
+    def attend(self, rows: Any, keys: Any, values: Any, mask: Any, is_causal: bool = False) -> None:
+        """Write the attention of these queries, of which each sees what the mask says, or all."""
+        found = scaled_dot_product_attention(
+            self.query[rows].to(self.wide).movedim(0, 1).unsqueeze(0),
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=is_causal,
+            enable_gqa=self.options.get("enable_gqa", False),
+            scale=self.options.get("scaling"),
+        )
+        self.output[rows] = found.squeeze(0).movedim(1, 0).to(self.output.dtype)
+
+
+def _run(query: Any, output: Any, k_cache: Any, v_cache: Any, requests: list[_Tokens], options: dict[str, Any]) -> Any:
+    layer = _Layer(query, output, k_cache, v_cache, _widened(query[:0]).dtype, options)
+    for shared, members in _groups(requests):
+        if len(members) == 1:
+            _alone(layer, members[0])
+        else:
+            _together(layer, shared, members)
     return output
+
+
+def _alone(layer: _Layer, tokens: _Tokens) -> None:
+    keys, values = layer.keys_and_values(tokens.slots)
+    prefix, new = len(tokens.slots) - tokens.new, tokens.new
+    if not prefix:
+        layer.attend(slice(tokens.first, tokens.first + new), keys, values, None, is_causal=True)
+        return
+    for begin in range(0, new, ROWS):
+        end = min(begin + ROWS, new)
+        seen = prefix + end
+        mask = None if end - begin == 1 else torch.ones(end - begin, seen, dtype=torch.bool).tril(prefix + begin)
+        layer.attend(slice(tokens.first + begin, tokens.first + end), keys[:, :, :seen], values[:, :, :seen], mask)
+
+
+def _together(layer: _Layer, shared: int, members: list[_Tokens]) -> None:
+    """Run the attention of requests whose first `shared` tokens are the same: each sees these, and its own others."""
+    slots = np.concatenate([members[0].slots[:shared], *(each.slots[shared:] for each in members)])
+    rows = np.concatenate([np.arange(each.first, each.first + each.new) for each in members])
+    mask = torch.zeros(len(rows), len(slots), dtype=torch.bool)
+    mask[:, :shared] = True
+    row, key = 0, shared
+    for each in members:
+        own = len(each.slots) - shared
+        mask[row : row + each.new, key : key + own] = torch.ones(each.new, own, dtype=torch.bool).tril(own - each.new)
+        row, key = row + each.new, key + own
+    keys, values = layer.keys_and_values(slots)
+    layer.attend(torch.from_numpy(rows), keys, values, mask)
 
 
 def _groups(requests: list[_Tokens]) -> Iterator[tuple[int, list[_Tokens]]]:
     """Divide the requests into those that share a long cached prefix, of so many tokens.
 
-    One alone shares nothing. A group's queries are computed at once, and what its members have for themselves is
-    shorter than the prefix, because each query looks at all of it.
+    A group's queries are computed at once, at most ROWS, and what its members have for themselves is shorter than the
+    prefix, because each query looks at all of it.
     """
     shared, own, rows, members = 0, 0, 0, list[_Tokens]()
     for each in sorted(requests, key=_beginning):
@@ -153,10 +185,10 @@ def _groups(requests: list[_Tokens]) -> Iterator[tuple[int, list[_Tokens]]]:
                 shared, own, rows = common, beside, rows + each.new
                 members.append(each)
                 continue
-            yield (shared if len(members) > 1 else 0), members
+            yield shared, members
         shared, own, rows, members = len(each.slots) - each.new, each.new, each.new, [each]
     if members:
-        yield (shared if len(members) > 1 else 0), members
+        yield shared, members
 
 
 def _beginning(each: _Tokens) -> tuple[int, ...]:
@@ -172,25 +204,6 @@ def _common(first: _Tokens, other: _Tokens, most: int) -> int:
     differs = first.slots[:most] != other.slots[:most]
     found = int(differs.argmax())
     return found if differs[found] else most
-
-
-def _mask(shared: int, members: list[_Tokens], rows: int, keys: int) -> torch.Tensor | None:
-    """Return which keys each query sees, bool [rows, keys]: the shared ones, and its own request's up to itself.
-
-    None: it sees all.
-    """
-    if rows == 1 and len(members) == 1:
-        return None
-    if len(members) == 1:
-        return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
-    mask = torch.zeros(rows, keys, dtype=torch.bool)
-    mask[:, :shared] = True
-    row, key = 0, shared
-    for each in members:
-        own = len(each.slots) - shared
-        mask[row : row + each.new, key : key + own] = torch.ones(each.new, own, dtype=torch.bool).tril(own - each.new)
-        row, key = row + each.new, key + own
-    return mask
 
 
 HOOKS = [
