@@ -22,8 +22,8 @@ class StepPlan(NamedTuple):
     `budget`: the prompt tokens of all. `admitted`: so many of the scan's `admitted`, the first ones. `left_out`: how
     many decodes of batches rest. `parks`: the batch's prompt in chunks is stopped where it is. `yields`: it leaves the
     online prompts their part of the budget. `room`: what these need, for which requests of batches leave the engine.
-    `limit_s`: the most seconds that the step may take,
-    but for what batches are owed. `is_cut`: batches get fewer prompt tokens than there is room for.
+    `limit_s`: the most seconds that the step may take, but for what batches are owed. `is_cut`: batches get fewer
+    prompt tokens than there is room for.
     """
 
     budget: int

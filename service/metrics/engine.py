@@ -23,7 +23,7 @@ COUNTERS = {
     "admitted_cached_tokens": ("admitted_cached_tokens", "Prompt tokens found in the KV cache at first admission"),
     "expected_cached_tokens": (
         "expected_cached_tokens",
-        "Prompt tokens at first admission that neighbours in the plan share: the optimum",
+        "Prompt tokens at first admission that neighbours in the plan share",
     ),
     "retractions": ("retractions", "Retractions of running requests, whose KV cache the engine took back"),
     "retracted_tokens": ("retracted_tokens", "KV cache tokens discarded by retractions"),
@@ -32,6 +32,7 @@ COUNTERS = {
     "recomputed_tokens": ("recomputed_tokens", "Tokens that requests had to compute again when they came again"),
     "preempted": ("preemptions", "Decoding requests of batches that left the engine for online ones"),
     "parked": ("parked_prefills", "Prefills of batches that were stopped for online requests"),
+    "yielded": ("yielded_steps", "Steps in which a batch's prompt left online prompts their part"),
     "left_out": ("left_out_decodes", "Decodes of batches that steps left out for online requests"),
     "limited_steps": ("limited_steps", "Steps in which batches got fewer prompt tokens because of online requests"),
     "online_s": ("online_seconds", "Time that steps would have taken without batches, while online requests come"),
