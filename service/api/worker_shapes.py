@@ -34,6 +34,7 @@ class WorkerObject(BaseModel):
     object: Literal["worker"] = "worker"
     model: str
     host: str
+    pid: int | None = Field(default=None, description="Its process on `host`; SIGTERM ends it cleanly")
     followers: list[str] = []  # hosts of the other nodes of its engine
     machine: str  # its accelerators, or CPU; an emulated device says so
     state: WorkerState
@@ -61,6 +62,7 @@ class WorkerObject(BaseModel):
             id=state["name"],
             model=state["model"],
             host=state.get("host", ""),
+            pid=state.get("pid"),
             followers=state.get("followers", []),
             machine=next((rank["device"] for rank in engine if rank.get("device")), state.get("machine", "")),
             state=_worker_state(state, is_drained),
@@ -83,6 +85,7 @@ class WorkerObject(BaseModel):
             id=state["name"],
             model=state["model"],
             host=state["host"],
+            pid=state.get("pid"),
             machine=state.get("machine", ""),
             is_timed=state.get("is_timed", True),
             state="starting",

@@ -164,6 +164,9 @@ def worker(
 
     settings = settings_of(model=model, model_name=model_name, engine=engine, script=script)
     log_to(sys.stdout)
+    if settings.database_url is None:
+        where = "works for this folder alone; BATCHWEAVE_DATABASE_URL names a database that machines share"
+        structlog.get_logger().info(where, folder=str(settings.data_dir.resolve()))
     open_database(settings)
     send_traces(settings.otlp_endpoint, "worker")
     try:

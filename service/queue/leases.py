@@ -234,11 +234,6 @@ class Leases:
             row = (await session.scalars(select(Slice).where(self._holds(lease)).with_for_update())).one_or_none()
         return None if row is None else places_of(row.first, row.count, row.offsets)
 
-    async def give_back_leftovers(self) -> int:
-        """Free the slices that a worker of this name held when it died; call this at a worker's start."""
-        async with self._database.write() as session:
-            return await _free(session, Slice.owner == self._owner, _died())
-
 
 # A finished batch takes no more counts: its finalizer has set the final ones.
 _TAKES_COUNTS = Batch.status.in_(["in_progress", "finalizing", "cancelling"])
@@ -319,6 +314,12 @@ async def free_expired(database: Database, owners: Collection[str], dead: bool) 
     async with database.write() as session:
         expired = Slice.owner.in_(owners) & (Slice.lease_until < now_s())
         return await _free(session, expired, _died() if dead else _ready())
+
+
+async def free_held(database: Database, owner: str) -> int:
+    """Free the slices that a worker of this name held when it died, by the word of who knows that it did."""
+    async with database.write() as session:
+        return await _free(session, Slice.owner == owner, _died())
 
 
 async def shorten_absurd(database: Database, lease_s: float) -> int:

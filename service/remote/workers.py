@@ -38,7 +38,9 @@ def drain_worker(name: Name, as_json: JsonOption = False, url: UrlOption = LOCAL
         if as_json:
             print_json(found)
             return
-        said.print(f"{name} is draining: {found['slices']} slices left. To undo: batchweave workers resume {name}")
+        where = f" Its process is {found['pid']} on {found['host']}." if found.get("pid") else ""
+        undo = f"To undo: batchweave workers resume {name}"
+        said.print(f"{name} is draining: {found['slices']} slices left.{where} {undo}")
 
 
 @app.command("resume")

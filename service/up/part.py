@@ -37,6 +37,7 @@ class Part:
     alike: int = 0  # of these, the last ones of which each ended as the one before
     ended: str = ""  # how it ended last, and its last words
     died_at: float = 0.0  # when; 0 while it is as it should be
+    is_stopped: bool = False  # whether it ended as one that was asked to; a drained worker is then left alone
     log_from: int = 0  # where in its log the running process began
     restart_at: float = 0.0
 

@@ -33,6 +33,7 @@ from service.up.folder_lock import FolderLock
 from service.up.last_words import how, last_words
 from service.up.log_files import rotate
 from service.up.part import Part
+from service.up.worker_rows import free_slices, is_drained
 
 STOP_S = 8.0  # of one part; together less than the ten seconds that container runtimes give
 BEGUN_S = 20.0
@@ -41,6 +42,7 @@ LONGEST_PAUSE_S = 60.0
 FIRST_PAUSE_S = 0.5
 ASK_S = 1.0
 WATCH_S = 0.5
+HELD_S = 5.0  # between two looks whether a worker is still drained
 LOGS_S = 60.0
 MOST_UNNOTED, NOTE_AGAIN_S = 100, 5.0  # deaths that wait for Redis, and how long it is then left alone
 ROLES = ("api", "planner")
@@ -263,15 +265,25 @@ class Supervisor:
                     )
                 part.restart_at = now + min(FIRST_PAUSE_S * 2 ** (part.exits - 1), LONGEST_PAUSE_S)
             elif now >= part.restart_at:
+                if self._is_held(part):
+                    part.restart_at = now + HELD_S
+                    continue
                 try:
                     part.start(self._environment(self.settings.data_dir.resolve()))
-                    part.restart_at = 0.0
+                    part.restart_at, part.is_stopped = 0.0, False
                 except OSError as error:  # too little memory or too many processes: may be transient
                     log.warning("not started again yet", part=part.name, error=repr(error))
                     part.restart_at = now + ASK_S
 
     def _note_end(self, part: Part, code: int) -> None:
-        """Say and note that a part has ended by itself, and count it."""
+        """Say and note that a part has ended by itself, and count it as a death if nobody asked it to."""
+        if part.worker is not None:
+            if code == 0 and part.begun:
+                part.is_stopped, part.exits = True, 0
+                again = f"`batchweave workers resume {part.worker}` starts it" if self._is_held(part) else "it starts"
+                self.say(f"{_clock()} {part.name} has stopped; {again} again")
+                return
+            free_slices(self.settings.database, part.worker)
         words = last_words(part.log_path, part.log_from)
         if code == -signal.SIGKILL and not words:
             words = "by somebody, or by the kernel for lack of memory (dmesg says so)"
@@ -285,6 +297,10 @@ class Supervisor:
         self.say(f"{_clock()} {part.name} died, {ended}; it is started again; log: {part.log_path}")
         self._unnoted = [*self._unnoted, (part, ended, part.died_at)][-MOST_UNNOTED:]
         self._note_deaths()
+
+    def _is_held(self, part: Part) -> bool:
+        """Return whether a part stays stopped: a worker that was drained and then stopped, as for work on its GPU."""
+        return part.is_stopped and is_drained(self.settings.database, part.worker or "") is not False
 
     def _note_deaths(self) -> None:
         """Write down the deaths that are not yet: Redis may be what died."""

@@ -25,7 +25,7 @@ from service.objects.storage import Storage
 from service.queue.announcements import Announcements
 from service.queue.bell import Bell, Job
 from service.queue.counts import Counts
-from service.queue.leases import Leases
+from service.queue.leases import Leases, free_held
 from service.queue.progress import Heartbeat, Progress
 from service.queue.trust import address_proof, deployment_token
 from service.settings import Settings
@@ -120,7 +120,7 @@ class Worker:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`, then give back the slices that are not finished."""
         await self._watch_drains()
-        left = await self._leases.give_back_leftovers()
+        left = await free_held(self._database, self._settings.worker_name)
         if left:
             log.info("gave back the slices of an earlier process with this name", slices=left)
         await self._open_door()

@@ -7,19 +7,25 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from sqlalchemy import select
 
 import service.up.supervisor as supervisors
+from service.db.drains import drain, resume
+from service.db.sessions import Database
+from service.db.tables import Slice, SliceStatus
 from service.errors import StartError
+from service.queue.leases import Leases
 from service.queue.progress import Heartbeat
 from service.settings import Settings
 from service.up.engines import Engines, Model
 from service.up.part import Part
 from service.up.supervisor import Supervisor
+from tests.integration.test_queue import make_slices
 
 
 @pytest.fixture
 def database_url(sqlite_url: str) -> str:
-    """None is needed."""
+    """What is asked of it is the same on both."""
     return sqlite_url
 
 
@@ -85,6 +91,53 @@ async def test_a_death_leaves_its_reason_and_the_return_is_said(
     await watch(supervisor, lambda: any("worker is back after " in each for each in said))
     stop.set()
     await beating
+    assert part.process
+    part.process.kill()
+
+
+def a_worker(supervisor: Supervisor, script: str, tmp_path: Path) -> Part:
+    part = Part("worker", ["sh", "-c", script], tmp_path / "worker.log", supervisor.worker_name)
+    part.start({"PATH": "/usr/bin:/bin"})
+    part.begun = True
+    supervisor._parts.append(part)  # pyright: ignore[reportPrivateUsage]
+    return part
+
+
+async def test_what_a_dead_worker_held_is_free_at_once(
+    settings: Settings, redis: Redis, database: Database, tmp_path: Path
+) -> None:
+    """Others wait for no lease: the batch's end may hang on these slices alone."""
+    said: list[str] = []
+    supervisor = Supervisor(Engines((Model(settings),)), said.append)
+    mine, others = await make_slices(database, 2)
+    assert await Leases(database, supervisor.worker_name, "m", 3600).claim(mine)
+    assert await Leases(database, "another", "m", 3600).claim(others)
+    a_worker(supervisor, "kill -9 $$", tmp_path)
+    await watch(supervisor, lambda: len(said) > 0)
+    async with database.read() as session:
+        found = {each.id: (each.status, each.deaths) for each in await session.scalars(select(Slice))}
+    assert found == {mine: (SliceStatus.READY, 1), others: (SliceStatus.LEASED, 0)}
+
+
+async def test_a_drained_worker_that_is_stopped_stays_so_until_it_is_resumed(
+    settings: Settings, redis: Redis, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisors, "HELD_S", 0.0)
+    said: list[str] = []
+    supervisor = Supervisor(Engines((Model(settings),)), said.append)
+    async with database.write() as session:
+        await drain(session, supervisor.worker_name, 0)
+    part = a_worker(supervisor, "exit 0", tmp_path)
+    await watch(supervisor, lambda: len(said) > 0)
+    assert f"worker has stopped; `batchweave workers resume {part.worker}` starts it again" in said[0]
+    part.command = ["sleep", "600"]
+    for _ in range(3):
+        await asyncio.to_thread(supervisor._watch)  # pyright: ignore[reportPrivateUsage]
+    assert not part.running
+    async with database.write() as session:
+        await resume(session, supervisor.worker_name)
+    await watch(supervisor, lambda: part.running)
+    assert await Heartbeat(redis).deaths() == 0
     assert part.process
     part.process.kill()
 
