@@ -20,7 +20,7 @@ from service.dashboard.filters import Filters
 from service.dashboard.overview import known_events, known_workers
 from service.dashboard.reach import as_owner, note_read, project_seen, seen_by
 from service.dashboard.render import HEADERS, page
-from service.dashboard.schedule import boxes_of, holders, scan_of, slice_bars
+from service.dashboard.schedule import boxes_of, scan_of, slice_bars, workers_of
 from service.dashboard.sessions import LooksIn, Viewer
 from service.dashboard.shown import BAD, Shown, project_names, shown
 from service.dashboard.standings import GROUPS, MOST_COUNTED, group_counts
@@ -179,7 +179,7 @@ async def batch_tab(
         values = {"files": await _files_of(context, row)}
     else:
         slices = await slice_bars(context.database, batch_id)
-        values = {"slices": slices, "holders": holders(slices), "scan": await scan_of(context, batch_id)}
+        values = {"slices": slices, "workers": workers_of(slices), "scan": await scan_of(context, batch_id)}
         if not is_part:
             values["boxes"] = await boxes_of(context, values["scan"], row.project_id)
     return page(request, f"batch_{tab}.html", viewer, **_head(request, each, tab), **values)

@@ -53,14 +53,13 @@ async def slice_bars(database: Database, batch_id: str) -> list[SliceBar]:
     return found
 
 
-def holders(slices: list[SliceBar]) -> list[tuple[str, int, int]]:
-    """Return the workers that run slices now, with how many slices and requests of the batch each has."""
-    running = [each for each in slices if each.status == SliceStatus.LEASED and each.owner]
-    counts, requests = Counter[str](), Counter[str]()
-    for each in running:
-        counts[each.owner or ""] += 1
-        requests[each.owner or ""] += each.requests
-    return [(name, counts[name], requests[name]) for name in sorted(counts)]
+def workers_of(slices: list[SliceBar]) -> list[tuple[str, int, int]]:
+    """Return the workers of these slices: how many requests are in those that each has done, and in those it runs."""
+    done, runs = Counter[str](), Counter[str]()
+    for each in slices:
+        if each.owner and each.status in (SliceStatus.DONE, SliceStatus.LEASED):
+            (done if each.status == SliceStatus.DONE else runs)[each.owner] += each.requests
+    return [(name, done[name], runs[name]) for name in sorted({*done, *runs})]
 
 
 def _state(share: SliceBatch) -> str:

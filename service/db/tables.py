@@ -336,7 +336,7 @@ class Slice(Base):
     count: Mapped[int] = mapped_column(BigInteger)
     offsets: Mapped[bytes | None] = mapped_column(LargeBinary)
     status: Mapped[SliceStatus] = mapped_column(String(16), default=SliceStatus.READY)
-    owner: Mapped[str | None] = mapped_column(String(256))
+    owner: Mapped[str | None] = mapped_column(String(256))  # the worker that runs it, or that finished it
     epoch: Mapped[int] = mapped_column(BigInteger, default=0)  # grows with each lease; an older one is refused
     lease_until: Mapped[float | None] = mapped_column(Float(53))
     # How many segments its shard has, as pairs of an epoch and a number, None where an owner never said; epochs without

@@ -156,7 +156,7 @@ class Leases:
             result = await session.execute(
                 update(Slice)
                 .where(self._holds(lease))
-                .values(status=SliceStatus.DONE, owner=None, lease_until=None, segments=_said(segments, lease.epoch))
+                .values(status=SliceStatus.DONE, lease_until=None, segments=_said(segments, lease.epoch))
             )
             if rows_changed(result) != 1:
                 return False

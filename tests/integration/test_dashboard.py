@@ -72,6 +72,7 @@ async def test_a_file_is_uploaded_run_looked_at_and_retried(pages: httpx.AsyncCl
     assert re.search(r"Completed in .*: 19 answers, 1 failed", (await pages.get(f"/batches/{batch_id}")).text)
     kept = (await pages.get(f"/batches/{batch_id}/schedule")).text
     assert kept.count('<rect class="done"') == 3
+    assert "<b>worker-a</b>: 20 requests in slices that are done" in kept
     assert 'class="tree"' in kept  # after its end too
     assert "id-3" in (await pages.get(f"/batches/{batch_id}/errors")).text  # in the digest of failures
     files = (await pages.get(f"/batches/{batch_id}/files")).text
