@@ -3,8 +3,9 @@
     python -m benchmarks.neighbours [--smollm]
 
 The tiny model or the demo's real one on this machine's CPU, through the worker's host. Project A sends one body: eight
-different long prompts, one with log probabilities, or one with 128 answers. B asks for 1 or 8 tokens after a word, 2 or
-20 times a second, until A has its answers. Prints B's median and worst wait, and how long A took.
+different long prompts, one with log probabilities, one with many answers, or a thousand short ones. B asks for 1 or 8
+tokens after a word, 2 or 20 times a second, until A has its answers. Prints B's median and worst wait, and how long A
+took.
 """
 
 import argparse
@@ -45,7 +46,13 @@ CASES = (
     Case(logprobs=85),
     Case(tokens=4000, n=128),
 )
-REAL = (Case(tokens=4000, n=128), Case(tokens=4000), Case(tokens=1000, logprobs=20))  # it computes 250 tokens a second
+REAL = (  # it computes 250 tokens a second
+    Case(tokens=4000, n=128),
+    Case(tokens=4000),
+    Case(tokens=1000, logprobs=20),
+    Case(tokens=20, n=64),
+    Case(prompts=1000, tokens=1),
+)
 ANSWER = 32  # tokens of each of several answers
 
 

@@ -21,7 +21,6 @@ PROJECT = "batchweave_project"  # whose request it is; without it, it shares the
 WEIGHT = "batchweave_weight"  # beside PROJECT: its share beside other projects, if it is not 1
 STOPS_LOOPS = "batchweave_stops_loops"  # its answer ends where it becomes a loop
 THINKING = "thinking_budget"  # SGLang's own name: how many tokens it may think
-RESERVED = frozenset({KIND, UNTOLD, DUE, LENGTHS, SLO, PROJECT, WEIGHT, STOPS_LOOPS, THINKING})
 
 
 class Terms(NamedTuple):

@@ -8,35 +8,24 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from service.requests.patterns import risk
-from service.requests.schema_roles import Role
+from service.requests.schema_limits import schema_risk
 
 MOST_CHOICES = 128
 MOST_PROMPTS = 1000
 MOST_VALUES = 100_000  # members and entries of a whole body
+MOST_COPIED = 8 * 1024**2  # characters in the copies that the answers of one request have of its fields
 MOST_ENTRIES = 128  # of a list that is neither a prompt nor its parts
 SHORT_LISTS = ("cache_salt", "extra_key", "include", "custom_labels", "modalities", "functions")
 MOST_TEXTS = 2048  # to embed, score or rank in one request
 MOST_LOGPROBS = 100
 MOST_LOGPROB_CELLS = 1_000_000
-MOST_BIASES = 1024
+MOST_BIASES, MOST_BIASES_IN_ALL = 1024, 65_536  # of one answer, and over all answers of a request
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 1024
 MOST_STOP_IDS = 1024
 MOST_TOOLS = 128
 MOST_PARTS = 4096  # messages of a chat, and parts of them
-SCHEMA_CHARACTERS = 64 * 1024
-SCHEMA_DEPTH = 128  # levels of the JSON, two for each level of the schema
-MOST_ENUM = 1000
-MOST_PROPERTIES = 256
-MOST_COUNTED_PROPERTIES = 64  # of an object with minProperties or maxProperties
-MOST_SCHEMAS = 1000  # in a schema, true and false among them; the check of each takes 0.2 ms
-MOST_NUMBERS = 32  # numbers with bounds
-MOST_LENGTHS = 32  # patterns and bounds of lengths
-MOST_DIFFERENT_LENGTHS = 8  # of these; each different one takes seconds to compile
-MOST_WAYS = 256  # choices and references
 MOST_LABELS = 128
 UNSAID_TOKENS = 32_768  # assumed for an answer if the request sets no maximum
-MOST_TYPES = 8
 
 # With these fields one line can stop an engine; BATCHWEAVE_ALLOW_PATTERNS lets them through.
 PATTERNS = ("stop_regex", "regex", "ebnf")
@@ -49,15 +38,16 @@ _REFUSED = {
     "input_embeds": "prompts must be text or token ids",
 }
 REFUSED = frozenset({*PATTERNS, *_REFUSED, "chat_template"})  # with a value; see PATTERNS
+# Of these no answer has a copy, or its prompt is one of them.
+_NOT_COPIED = frozenset(
+    {"messages", "prompt", "input", "items", "documents", "query", "instructions", "tools", "chat_template_kwargs"}
+    | {"input_ids"}
+)
 # Arguments for rendering the chat template; a request that sets these replaces the template or runs another.
 _TEMPLATE_NAMES = frozenset(
-    {"chat_template", "tokenize", "tools", "messages", "conversation", "documents", "padding", "truncation"}
+    {"self", "chat_template", "tokenize", "tools", "messages", "conversation", "documents", "padding", "truncation"}
     | {"max_length", "tokenizer_kwargs", "continue_final_message", "add_generation_prompt"}
 )
-TO_DEFINITION = re.compile(r"#(/(\$defs|definitions)/[^/%~]+)?")
-_CHOICES = ("anyOf", "oneOf", "allOf")
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_LENGTHS = {"pattern": str, "minLength": int, "maxLength": int}
 _OUTPUT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
@@ -79,8 +69,10 @@ def body_faults(body: dict[str, Any], allow_patterns: bool = False) -> Iterator[
             yield BodyFault(name, f"is not allowed: {reason}")
     yield from _values(body)
     yield from _counts(body)
+    yield from _copied(body)
     yield from _stops(body)
     yield from _logits(body)
+    yield from _biases(body)
     yield from _template(body)
     yield from _tools(body)
     yield from _formats(body, allow_patterns)
@@ -135,6 +127,35 @@ def choices(body: dict[str, Any]) -> int:
     return prompts * (int(body["n"]) if _is_whole(body.get("n"), 1, MOST_CHOICES) else 1)
 
 
+def _copied(body: dict[str, Any]) -> Iterator[BodyFault]:
+    """Yield the largest of the fields that are too large together where each answer, or each item, has a copy of them.
+
+    The engine makes the copies in its event loop, and sends each to its scheduler.
+    """
+    items = max(len(body[name]) if isinstance(body.get(name), list) else 0 for name in ("items", "documents"))
+    copies = max(choices(body), items)
+    skipped = _NOT_COPIED - ({"query"} if items else set())
+    sizes = {name: _characters(given) for name, given in body.items() if name not in skipped} if copies > 1 else {}
+    if copies * sum(sizes.values()) > MOST_COPIED:
+        name = max(sizes, key=lambda name: sizes[name])
+        many = f"{sizes[name]:,} characters, of which {copies:,} answers have a copy each"
+        yield BodyFault(name, f"has {many}; at most {MOST_COPIED:,} characters in all copies are allowed")
+
+
+def _characters(value: Any) -> int:
+    """Return about how many characters of JSON a value has."""
+    count, left = 0, [value]
+    while left:
+        each = left.pop()
+        count += len(each) if isinstance(each, str) else 4
+        if isinstance(each, dict):
+            count += sum(map(len, each))
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+    return count
+
+
 def _echoed(body: dict[str, Any]) -> int:
     """Return the most prompt tokens that an answer can echo: a token has at least one character."""
     prompt = body.get("prompt") if body.get("echo") else None
@@ -173,10 +194,16 @@ def _logits(body: dict[str, Any]) -> Iterator[BodyFault]:
     if most * tokens > MOST_LOGPROB_CELLS:
         name = "top_logprobs" if body.get("top_logprobs") else "logprobs"
         yield BodyFault(name, f"asks for {most} for each of {tokens} tokens; at most {MOST_LOGPROB_CELLS:,} in total")
+
+
+def _biases(body: dict[str, Any]) -> Iterator[BodyFault]:
     bias = body.get("logit_bias")
     if isinstance(bias, dict):
         if len(bias) > MOST_BIASES:
             yield BodyFault("logit_bias", f"has {len(bias)} tokens; at most {MOST_BIASES} are allowed")
+        elif len(bias) * choices(body) > MOST_BIASES_IN_ALL:
+            many = f"{len(bias)} tokens for each of {choices(body)} answers"
+            yield BodyFault("logit_bias", f"has {many}; at most {MOST_BIASES_IN_ALL:,} are allowed in all")
         elif not all(re.fullmatch(r"0|[1-9][0-9]{0,9}", key) for key in bias):
             yield BodyFault("logit_bias", "has a key that is not a token id")
 
@@ -233,98 +260,6 @@ def _formats(body: dict[str, Any], allow_patterns: bool) -> Iterator[BodyFault]:
     schema = body.get("json_schema")
     if schema is not None:
         yield BodyFault("json_schema", "is not allowed: use response_format")
-
-
-def schema_risk(schema: Any, has_data: bool = True) -> str | None:
-    """Return why a JSON schema is refused, or None: its grammar would take minutes, gigabytes, or seconds per token.
-
-    `has_data`: examples and the like are no schemas. Where a reference may lead to one, all is judged as if it were.
-    """
-    depth, left = 0, [(schema, 1, Role.SCHEMA)]
-    counts: dict[str, int] = dict.fromkeys(("characters", "schemas", "properties", "numbers", "lengths", "ways"), 0)
-    different = set[Any]()
-    while left:
-        value, at, role = left.pop()
-        depth = max(depth, at)
-        if depth > SCHEMA_DEPTH:
-            return f"has a schema whose JSON is nested more than {SCHEMA_DEPTH} levels deep"
-        if isinstance(value, dict):
-            if has_data and _leads_elsewhere(value.get("$ref")):
-                return schema_risk(schema, has_data=False)
-            if role is Role.SCHEMA and (reason := _object_risk(value, counts, different)):
-                return reason
-            counts["schemas"] += role is Role.SCHEMA
-            counts["characters"] += sum(map(len, value)) + 4 * len(value)
-            left += [(each, at + 1, role.of(name) if has_data else role) for name, each in value.items()]
-        elif role is Role.MAP:
-            return "has a schema whose properties or definitions are no object"
-        elif isinstance(value, list):
-            kinds = set(map(type, value))
-            if role is Role.SCHEMA and kinds - {str} and kinds - {dict, bool}:
-                counts["schemas"] += len(value)  # which jsonschema compares each with each
-            counts["characters"] += 2 * len(value)
-            left += [(each, at + 1, role) for each in value[:SCHEMA_CHARACTERS]]
-        else:
-            counts["schemas"] += role is Role.SCHEMA and isinstance(value, bool)
-            counts["characters"] += len(value) if isinstance(value, str) else 8
-        if counts["characters"] > SCHEMA_CHARACTERS:
-            return f"has a schema larger than {SCHEMA_CHARACTERS // 1024} KiB"
-    return _too_many(counts)
-
-
-def _too_many(counts: dict[str, int]) -> str | None:
-    for name, about, most in (
-        ("schemas", "schemas in it", MOST_SCHEMAS),
-        ("properties", "properties", MOST_PROPERTIES),
-        ("numbers", "numbers with bounds", MOST_NUMBERS),
-        ("ways", "choices and references", MOST_WAYS),
-    ):
-        if counts[name] > most:
-            return f"has a schema with {counts[name]} {about}; at most {most} are allowed"
-    return None
-
-
-def _leads_elsewhere(ref: Any) -> bool:
-    """Return whether a reference leads to anything but a definition, such as to data or to a map of definitions."""
-    return isinstance(ref, str) and not TO_DEFINITION.fullmatch(ref)
-
-
-def _object_risk(value: dict[str, Any], counts: dict[str, int], different: set[Any]) -> str | None:
-    """Return why one object of a schema is refused, or None.
-
-    Adds to the `counts` of the whole schema, and to its `different` lengths and patterns.
-    """
-    properties, enum, kind = value.get("properties"), value.get("enum"), value.get("type")
-    counts["properties"] += len(properties) if isinstance(properties, dict) else 0
-    counts["numbers"] += any(isinstance(value.get(name), int | float) for name in _NUMBERS)
-    counts["lengths"] += sum(isinstance(value.get(name), kind) for name, kind in _LENGTHS.items())
-    named = value.get("patternProperties")
-    counts["lengths"] += len(named) if isinstance(named, dict) else 0
-    counts["lengths"] += isinstance(value.get("format"), str)
-    if counts["lengths"] > MOST_LENGTHS:  # checked before the patterns are parsed
-        return f"has a schema with more than {MOST_LENGTHS} patterns and length bounds"
-    counts["ways"] += isinstance(value.get("$ref"), str)
-    counts["ways"] += sum(len(value[each]) for each in _CHOICES if isinstance(value.get(each), list))
-    if any(isinstance(value.get(each), int) for each in ("minLength", "maxLength")):
-        different.add((str(value.get("minLength")), str(value.get("maxLength"))))
-    texts = (value.get("pattern"), value.get("format"), *(named if isinstance(named, dict) else ()))
-    different.update(each for each in texts if each and isinstance(each, str))
-    if len(different) > MOST_DIFFERENT_LENGTHS:
-        return f"has a schema with more than {MOST_DIFFERENT_LENGTHS} different patterns and length bounds"
-    counted = any(value.get(each) is not None for each in ("minProperties", "maxProperties"))
-    if counted and isinstance(properties, dict) and len(properties) > MOST_COUNTED_PROPERTIES:
-        return f"has an object with minProperties or maxProperties and more than {MOST_COUNTED_PROPERTIES} properties"
-    if empty := [each for each in ("enum", "type", *_CHOICES) if value.get(each) == []]:
-        return f"has an empty '{empty[0]}', so that no answer can meet it"
-    if isinstance(enum, list) and len(enum) > MOST_ENUM:
-        return f"has an enum with {len(enum)} values; at most {MOST_ENUM} are allowed"
-    if isinstance(kind, list) and (len(kind) > MOST_TYPES or not all(isinstance(each, str) for each in kind)):
-        return f"has a 'type' that is neither a name nor a list of at most {MOST_TYPES} names"
-    patterns = [value.get("pattern"), *(named if isinstance(named, dict) else ())]
-    for pattern in patterns:
-        if isinstance(pattern, str) and (reason := risk(pattern)):
-            return f"has the pattern {pattern[:64]!r}, which is not allowed: {reason}"
-    return None
 
 
 def _is_whole(value: Any, least: int, most: int) -> bool:

@@ -11,7 +11,7 @@ from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
 from referencing import Registry
 
-from service.requests.body_limits import TO_DEFINITION
+from service.requests.schema_limits import TO_DEFINITION
 from service.requests.schema_roles import Role
 
 # Keywords that are applied to the choices of one answer, and members that they look at: tens of milliseconds at most.

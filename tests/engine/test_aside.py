@@ -18,12 +18,14 @@ from sglang.srt.entrypoints.openai.protocol import (
 )
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from engine_ext.plugin.worker.answers import refused
 from engine_ext.plugin.worker.aside import LARGE, aside, project
 from engine_ext.plugin.worker.logprobs import logprobs_of, with_logprobs
 from engine_ext.plugin.worker.refusals import code_and_param, in_short
 from engine_ext.plugin.worker.serving import TokenTexts, beside_the_loop
+from engine_ext.plugin.worker.stop_lengths import Sampling
 from engine_ext.plugin.worker.text_size import MOST_TOKEN_BYTES, text_size
 
 TEXTS = ["a", '"logprobs":{"content":[]}', " ü", "\ufffd", "\u2028", "\n", "a"]
@@ -71,6 +73,26 @@ def test_the_text_of_a_token_is_decoded_once() -> None:
         assert texts([0.1] * len(ids), ids, True) == wanted
     assert asked == [[[1], [2]], [[3]]]
     assert texts([0.1], [9], False) == [(0.1, 9, None)]
+
+
+def test_stop_strings_are_tokenized_once_for_all_answers() -> None:
+    asked: list[str] = []
+
+    class Tokenizer:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            asked.append(text)
+            return [0] * len(text)
+
+    tokenizer = Tokenizer()
+    theirs, ours = SamplingParams(stop=["ab", "c"]), [Sampling(stop=["ab", "c"]) for _ in range(100)]
+    theirs.normalize(tokenizer)
+    asked.clear()
+    for each in ours:
+        each.normalize(tokenizer)
+    assert asked == ["ab", "c"]
+    assert [getattr(theirs, name) for name in theirs.__struct_fields__] == [
+        getattr(ours[-1], name) for name in theirs.__struct_fields__
+    ]
 
 
 async def test_long_texts_are_tokenized_in_a_thread() -> None:

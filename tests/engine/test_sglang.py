@@ -69,6 +69,19 @@ def state(engine: EngineProcess[Any]) -> Any:
     return found
 
 
+async def compiles(_host: Any) -> bool:
+    """Whether torch would compile in this process, or in one that is forked from it."""
+    from torch._dynamo import config
+
+    return not config.disable
+
+
+def test_torch_compiles_nothing_while_requests_wait(engine: EngineProcess[Any]) -> None:
+    """The first request with a repetition penalty held all others up for ten seconds."""
+    assert not engine.do(compiles)
+    assert chat(engine, repetition_penalty=1.1)["status_code"] == 200
+
+
 async def until_admitted(host: Any, count: int) -> None:
     async with asyncio.timeout(60):
         while (await host.scheduler_states())[0]["admitted"] < count:
@@ -302,7 +315,6 @@ def test_sampling_fields_mean_what_they_mean_in_sglang(engine: EngineProcess[Any
         (CHAT, {"messages": "text"}),
         (CHAT, {"max_tokens": 10**9}),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
-        (CHAT, {"custom_params": "text"}),
         (CHAT, {"tool_choice": "required"}),
         (CHAT, {"top_k": 10**12}),
         (CHAT, {"top_k": -(10**12)}),

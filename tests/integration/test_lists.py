@@ -1,14 +1,18 @@
 """What a page of a list costs does not grow with what others have."""
 
+import asyncio
 from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import insert, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.api.files import MOST_LISTED
 from service.api.pages import page_rows
 from service.db.sessions import Database
-from service.db.tables import Batch, BatchStatus, File
+from service.db.tables import DEFAULT_PROJECT, Batch, BatchStatus, File
+from tests.waiting import LIMIT_S
 
 OURS, THEIRS, PAGE = 800, 8_000, 20
 A_FILE = {"purpose": "batch", "filename": "f", "size_bytes": 1, "created_at": 0}
@@ -43,3 +47,19 @@ async def test_a_page_of_a_project_that_was_busy_long_ago(
             read = await rows_read(session) - before
         assert [each.id for each in found] == [f"ours-{first - number}" for number in range(PAGE + 1)]
         assert read == len(found) + (after is not None)  # whose place is looked up
+
+
+def test_one_page_never_holds_ten_thousand_files(database: Database, url: str) -> None:
+    async def add() -> None:
+        ours = {**A_FILE, "project_id": DEFAULT_PROJECT}
+        rows = [{**ours, "id": f"file-{number:04}"} for number in range(MOST_LISTED + 5)]
+        async with database.write() as session:
+            await session.execute(insert(File), rows)
+
+    asyncio.run(add())
+    with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
+        page = client.get("/v1/files", params={"limit": 10_000}).json()
+        assert (len(page["data"]), page["has_more"]) == (MOST_LISTED, True)
+        rest = client.get("/v1/files", params={"limit": 10_000, "after": page["last_id"]}).json()
+    assert [each["id"] for each in rest["data"]] == [f"file-{number:04}" for number in (4, 3, 2, 1, 0)]
+    assert not rest["has_more"]

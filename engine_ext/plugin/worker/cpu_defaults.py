@@ -47,6 +47,8 @@ def sleep_soon() -> None:
 
 def prepare(options: Options, engine_args: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
     """Prepare the environment for an engine; return its options, and the arguments that SGLang knows on a CPU."""
+    from torch._dynamo import config as torch_compiler  # here, because `sleep_soon` must come before torch
+
     ranks = int(engine_args.get("tp_size", 1))
     options = replace(options, cpu_threads=None if engine_args.get(EXACT) else threads_for(ranks))
     # Ranks and machines that run one engine must agree on a chunk, and an emulated device has a pace of its own.
@@ -57,8 +59,9 @@ def prepare(options: Options, engine_args: dict[str, Any]) -> tuple[Options, dic
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if ranks > 1:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _a_core_each(ranks))
-    # Otherwise the first request with a penalty makes torch compile for a minute, while all others wait.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Otherwise the first request with a penalty makes torch compile for ten seconds, while all others wait.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # for processes that start
+    torch_compiler.disable = True  # for those that are forked from this one, which has read the environment already
     return options, {name: value for name, value in engine_args.items() if name != EXACT}
 
 

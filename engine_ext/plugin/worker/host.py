@@ -19,7 +19,7 @@ from engine_ext.coserve.slo import DEFAULT
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import EngineEnded, EngineStartError
 from engine_ext.plugin import hooks, json_log, sglang_fields
-from engine_ext.plugin.marks import KIND, NO_TERMS, RESERVED, UNTOLD, Terms, marks, online_marks
+from engine_ext.plugin.marks import KIND, NO_TERMS, UNTOLD, Terms, marks, online_marks
 from engine_ext.plugin.options import Options, Overlap, Scheduling, emulated_name
 from engine_ext.plugin.platform_entry import accelerator_memory, gpu_is_present, machine_name
 from engine_ext.plugin.pulse import Pulses, Watch
@@ -50,10 +50,12 @@ from engine_ext.plugin.worker.shutdown import shut_down
 from engine_ext.plugin.worker.text_size import MOST_TOKEN_BYTES, TextSize, text_size
 
 STEP_LIMIT_S = 60.0
-# Fields that a request must not set: identity, place in the queue, and routing belong to the service.
+# Fields that a request must not set: identity, place in the queue, and routing belong to the service. `custom_params`
+# is for code that the service refuses; SGLang would send each answer's copy of it to the scheduler.
 RESERVED_FIELDS = frozenset(
     {"rid", "request_id", "priority", "stream", "stream_options", "session_id", "session_params", "bootstrap_host"}
-    | {"bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"}
+    | {"custom_params", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank"}
+    | {"disagg_prefill_dp_rank"}
 )
 STREAM_FIELDS = frozenset({"stream", "stream_options"})  # of these, online requests may set
 
@@ -228,7 +230,7 @@ class EngineHost:
         request = self._read(endpoint, fields, rid)
         if isinstance(request, Answer):
             return request
-        request.custom_params = (request.custom_params or {}) | marks(kind, terms)
+        request.custom_params = marks(kind, terms)
         known = Told(rid, kind, guard.prompts_in(request))
         with self._in_flight.counted(known):
             response: Any = await self._serving[endpoint][1].answer(request, size.total, known)
@@ -272,7 +274,7 @@ class EngineHost:
         if endpoint in self._others.served:
             events = self._others.events(endpoint, fields, Told(rid, ONLINE, slo=slo, project=project, weight=weight))
         else:
-            request.custom_params = (request.custom_params or {}) | online_marks(slo, project, weight) or None
+            request.custom_params = online_marks(slo, project, weight) or None
             events = self._events(self._serving[endpoint][1], request, slo, fields, text.total)
         first = await anext(events)
         if isinstance(first, Answer):
@@ -317,8 +319,6 @@ class EngineHost:
         if self._emulated and (getattr(request, "logprobs", None) or getattr(request, "response_format", None)):
             return Answer(400, error_body("An emulated device computes no logits.", None))
         request.rid = rid
-        theirs = {key: value for key, value in (request.custom_params or {}).items() if key not in RESERVED}
-        request.custom_params = theirs or None
         return request
 
     @staticmethod

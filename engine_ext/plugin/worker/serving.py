@@ -18,6 +18,7 @@ from engine_ext.plugin.worker import patience, tool_schemas
 from engine_ext.plugin.worker.aside import LARGE, aside
 from engine_ext.plugin.worker.logprobs import logprobs_of, with_logprobs
 from engine_ext.plugin.worker.marked import Told
+from engine_ext.plugin.worker.stop_lengths import Sampling
 
 MANY_LOGPROBS = 2000  # log probabilities that take some 15 ms to write
 
@@ -150,10 +151,13 @@ class TokenTexts:
 
 
 def beside_the_loop(manager: Any) -> None:
-    """Let SGLang's tokenizer manager tokenize long texts in the thread, and decode each token's text once."""
+    """Let SGLang's tokenizer manager tokenize long texts in the thread, decode each token's text once, and tokenize a
+    stop string once for all answers.
+    """
     if manager.tokenizer is None:
         return
     manager.detokenize_logprob_tokens = TokenTexts(manager.tokenizer)
+    manager.sampling_params_class = Sampling
     tokenize = manager._tokenize_texts
 
     async def tokenize_texts(texts: Any, is_cross_encoder: bool = False) -> Any:

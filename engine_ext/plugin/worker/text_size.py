@@ -6,7 +6,10 @@ from engine_ext.plugin.worker.guard import MEDIA
 
 MOST_TOKEN_BYTES, TOKEN_BYTES = 64, 4  # nearly all tokens are at most so long, and as long as this on average
 # All that a prompt or a chat template may contain; the first one that is there is the prompt.
-FIELDS = ("messages", "prompt", "input", "items", "documents", "query", "instructions", "tools", "chat_template_kwargs")
+FIELDS = (
+    *("messages", "prompt", "input", "items", "documents", "query", "instruct", "instructions", "tools"),
+    "chat_template_kwargs",
+)
 IDS = ("prompt", "input", "items", "query", "input_ids")  # may be token ids
 CHOSEN = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/score": "items", "/v1/rerank": "documents"}
 

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from service.requests.body_limits import MOST_ENUM, body_faults
+from service.requests.body_limits import body_faults
 from service.requests.patterns import risk
+from service.requests.schema_limits import MOST_ENUM
 
 UNSORTED = [[f"{k}"] for k in range(2000)]
 
@@ -39,6 +40,15 @@ def formatted(schema: Any) -> dict[str, Any]:
         ({"best_of": 10_000}, "best_of"),
         ({"n": 100, "prompt": ["x"] * 11}, "prompt"),
         ({"prompt": ["x"] * 10_000}, "prompt"),
+        ({"prompt": ["x"] * 1000, "stop": ["s" * 1024] * 16}, "stop"),
+        ({"prompt": [[5]] * 1000, "stop": ["s" * 1024] * 16}, "stop"),
+        ({"prompt": ["x"] * 50, "user": "u" * 1_000_000}, "user"),
+        ({"n": 128, "cache_salt": "u" * 100_000, "stop": "x"}, "cache_salt"),
+        ({"n": 128, "x": {"k" * 100_000: 1}}, "x"),
+        ({"query": "q" * 100_000, "documents": ["d"] * 100}, "query"),
+        ({"query": "q", "instruct": "i" * 100_000, "documents": ["d"] * 100}, "instruct"),
+        ({"query": "q" * 100_000, "items": ["d"] * 100}, "query"),
+        ({"prompt": ["x"] * 1000, "logit_bias": {str(n): 1 for n in range(100)}}, "logit_bias"),
         ({"input": ["x"] * 10_000}, "input"),
         ({"top_logprobs": 4096}, "top_logprobs"),
         ({"logprobs": 100, "max_tokens": 100_000}, "logprobs"),
@@ -115,6 +125,10 @@ def test_what_could_stop_an_engine_is_refused_by_its_field(body: dict[str, Any],
         formatted({"properties": {f"p{n}": {"type": "string", "maxLength": 200} for n in range(30)}}),
         {"prompt": [list(range(120))] * 1000},
         {"input": list(range(200_000))},
+        {"prompt": ["x"] * 1000, "stop": ["\n\n", "###"], "logit_bias": {"50256": -100}, "user": "u" * 64},
+        {"prompt": ["x" * 4000] * 1000, "max_tokens": 1},
+        {"n": 100, "messages": [{"role": "user", "content": "x" * 1_000_000}], **formatted({"enum": ["e" * 60_000]})},
+        {"query": "q" * 5000, "documents": ["d" * 4000] * 1000},
     ],
 )
 def test_what_people_send_passes(body: dict[str, Any]) -> None:
