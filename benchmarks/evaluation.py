@@ -37,9 +37,8 @@ from engine_ext.costs.model_shape import preset
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import Estimates
 from engine_ext.plan.memory import BEGINNING, KIND, Keys, Recall, learn, recall
-from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.sample import SHARE
+from engine_ext.plan.tuning import KEEP_SHARING, SAMPLE
 from engine_ext.plan.window import Outputs, Shape, plan_window
 from engine_ext.simulate.policies import Outcome, Search, Work, prepare
 from service.estimates.length_memory import MOST_PROFILES
@@ -73,7 +72,7 @@ class Case:
     gpu: str = "a100-80gb"
     tp: int = 1
     clock: str = "overlapped"
-    sample: float = SHARE
+    sample: float = SAMPLE
     interference: float = INTERFERENCE
     shape: tuple[float, float] | None = None
     replicas: int = 1

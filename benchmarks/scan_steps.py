@@ -23,8 +23,8 @@ from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import see
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.events import FINISHED, PREFILLED, Event
-from engine_ext.scan.replan import PATIENCE
 from engine_ext.scan.state import Backlog, StepCosts
+from engine_ext.scan.tuning import PATIENCE
 from engine_ext.step.decide import decide
 from engine_ext.step.live import LiveScan
 from engine_ext.step.memory import new_memory

@@ -17,9 +17,10 @@ import numpy as np
 from engine_ext.compiled import FOLDER
 from engine_ext.coserve.governor import Moment, is_late, note_served, served
 from engine_ext.coserve.limit import NOT_PROFILED
-from engine_ext.coserve.predictor import REFIT, Load, predict
+from engine_ext.coserve.predictor import Load, predict
 from engine_ext.coserve.reserve import note_online_kv, reserve
 from engine_ext.coserve.slo import SloClass, least_slack
+from engine_ext.coserve.tuning import REFIT
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
@@ -29,8 +30,8 @@ from engine_ext.plan.blend import Wishes
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.window import Outputs, Shape, plan_window
-from engine_ext.scan.replan import FEWEST
 from engine_ext.scan.state import StepCosts
+from engine_ext.scan.tuning import FEWEST_CHANGES
 from engine_ext.step.decide import share
 from engine_ext.step.live import LiveScan
 from engine_ext.step.memory import learn, new_memory, note_launch
@@ -120,13 +121,13 @@ def compile_scan() -> None:
     scan, generator = LiveScan(cost, StepCosts.of(cost, 1_000_000)), np.random.default_rng(0)
     memory = new_memory(EngineModel.of_steps(cost, Clock.MIXED).numbers, 1_000_000, NOT_PROFILED)
     running: list[int] = []
-    for key in range(6 * FEWEST):
+    for key in range(6 * FEWEST_CHANGES):
         prompt = generator.integers(0, 1 << 17, 64 + key % 5 * 100, np.uint32)
         prompt[:8] = key % 3
         scan.add(key, prompt, 4000, (UNKNOWN, 2, 3000)[key // 3 % 3], due=1e9 / (1 + key % 4))
-        if key % FEWEST != 0 or len(scan) == 0:
+        if key % FEWEST_CHANGES != 0 or len(scan) == 0:
             continue
-        view = batches_alone(1000, 1000, 0, 0, slots=5)._replace(mixes=key // FEWEST % 2 == 1)
+        view = batches_alone(1000, 1000, 0, 0, slots=5)._replace(mixes=key // FEWEST_CHANGES % 2 == 1)
         _, admitted = scan.decide(memory, view, np.zeros(0, dtype=np.bool_), float(key))
         for each in admitted[1:]:
             scan.prefilled(each)

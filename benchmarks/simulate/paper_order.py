@@ -7,9 +7,10 @@ from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import InputError
-from engine_ext.plan.order import KEEP_SHARING, saved_by_order, walk_in_order
+from engine_ext.plan.order import saved_by_order, walk_in_order
 from engine_ext.plan.resources import Requests
 from engine_ext.plan.tree import PrefixTree
+from engine_ext.plan.tuning import KEEP_SHARING
 
 Marks = NDArray[np.bool_]
 

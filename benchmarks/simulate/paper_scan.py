@@ -7,7 +7,7 @@ import numpy as np
 from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.costs.engine_model import StepModel
-from engine_ext.scan.state import ALIGNMENT
+from engine_ext.scan.tuning import ALIGNMENT
 from engine_ext.simulate.cache import Cache, Heap, empty_heap
 from engine_ext.simulate.engine import Engine, admit, room_for, step
 

@@ -12,19 +12,15 @@ import numpy as np
 from engine_ext.arrays import Floats
 from engine_ext.compiled import compiled
 from engine_ext.coserve.slo import Bounds
-
-DOWN = 0.5  # what a cut leaves of the share
-UP = 0.1  # by how much of itself the share grows in 1 / (1 - percentile) requests that are in time
-LEAST = 1 / 16  # the smallest share
-SPARE = 2.0  # late requests that may come together after enough others were in time
+from engine_ext.coserve.tuning import CUT, LEAST_OF_LIMIT, RISE, SPARE
 
 
 class Governor(NamedTuple):
     """Holds what the governor knows of the batches' effect on online requests; each field is float64 [1].
 
-    `share`: the share of their part of a step that batches may use, from LEAST to 1. `credit`: how many more requests
-    may be late before the next cut. `cut_at_s`: when the last cut was. `excess_s`: the seconds by which batches have
-    made steps longer so far, whether or not anybody waited.
+    `share`: the share of their part of a step that batches may use, from LEAST_OF_LIMIT to 1. `credit`: how many more
+    requests may be late before the next cut. `cut_at_s`: when the last cut was. `excess_s`: the seconds by which
+    batches have made steps longer so far, whether or not anybody waited.
     """
 
     share: Floats
@@ -105,7 +101,7 @@ def note_served(governor: Governor, bounds: Bounds, percentile: float, found: Se
     may_be_late = 1.0 - percentile
     if not is_late(bounds, found.ttft_s, found.tpot_s):
         governor.credit[0] = min(SPARE, governor.credit[0] + may_be_late / percentile)
-        governor.share[0] = min(1.0, governor.share[0] * (1.0 + UP * may_be_late))
+        governor.share[0] = min(1.0, governor.share[0] * (1.0 + RISE * may_be_late))
         return
     if is_late(bounds, found.ttft_s - found.ttft_excess_s, found.tpot_s - found.tpot_excess_s):
         return
@@ -115,5 +111,5 @@ def note_served(governor: Governor, bounds: Bounds, percentile: float, found: Se
         governor.credit[0] -= 1.0
         return
     governor.credit[0] = 0.0
-    governor.share[0] = max(LEAST, DOWN * governor.share[0])
+    governor.share[0] = max(LEAST_OF_LIMIT, CUT * governor.share[0])
     governor.cut_at_s[0] = now_s

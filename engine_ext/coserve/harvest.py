@@ -12,10 +12,8 @@ import numpy as np
 from engine_ext.arrays import Bools, Column
 from engine_ext.compiled import compiled
 from engine_ext.coserve.predictor import Load, Predictor, longest_chunk, with_chunk, with_decodes, with_margin
+from engine_ext.coserve.tuning import AGE, MOST_SKIPPED
 from engine_ext.costs.engine_model import StepModel
-
-MOST_SKIPPED = 32  # steps running that a decode may be left out; then it goes before all others
-AGE = 64  # KV tokens by which a decode moves forward for each step that it was left out
 
 
 class Harvest(NamedTuple):

@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 from engine_ext.compiled import compiled
 from engine_ext.coserve.slo import Bounds
+from engine_ext.coserve.tuning import GUARD
 from engine_ext.errors import InputError
-
-GUARD = 0.25  # of the TTFT: the longest step, since a request may come as it begins
-PAGE = 128  # prompt tokens that any step has room for, and that an online request gets, however late others are
 
 
 class Profiled(NamedTuple):

@@ -11,17 +11,11 @@ import numpy as np
 
 from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
+from engine_ext.coserve.tuning import LEAST_PREDICTED, MARGIN_QUANTILE, OUTLIER, PREDICTOR_KEEPS, RECENT, REFIT, RIDGE
 from engine_ext.costs.engine_model import StepModel, compute_time, step_time
 
 FEATURES = 7
 SCALES = np.array([1.0, 1e3, 1e5, 1e6, 1e4, 1e1, 1e2])  # typical sizes of the features, so that one ridge suits all
-MEMORY = 0.998  # how much of a step's weight the next step keeps
-RIDGE = 1e-3  # of a step's weight, against a regression of what never varies
-REFIT = 32  # steps between two regressions
-RECENT = 256  # steps whose errors make the margin
-LEAST = 0.25  # of the cost model's time: no regression predicts less
-OUTLIER = 4.0  # times the prediction: a longer step was held up, or else the prediction follows over some regressions
-QUANTILE = 0.9  # of recent errors, which the margin covers
 
 
 class Load(NamedTuple):
@@ -75,7 +69,7 @@ def predict(predictor: Predictor, load: Load) -> float:
     base = _by_cost_model(predictor.model, load)
     if base == 0.0:
         return 0.0
-    return max(LEAST * base, base + _correction(predictor, load))
+    return max(LEAST_PREDICTED * base, base + _correction(predictor, load))
 
 
 @compiled
@@ -98,9 +92,9 @@ def observe(predictor: Predictor, load: Load, seconds: float) -> None:
     weight = 1.0 / (base * base)  # relative errors count, so that short steps matter as much as long ones
     for row in range(FEATURES):
         for column in range(FEATURES):
-            predictor.gram[row, column] *= MEMORY
+            predictor.gram[row, column] *= PREDICTOR_KEEPS
             predictor.gram[row, column] += weight * features[row] * features[column]
-        predictor.moment[row] = MEMORY * predictor.moment[row] + weight * features[row] * (seconds - base)
+        predictor.moment[row] = PREDICTOR_KEEPS * predictor.moment[row] + weight * features[row] * (seconds - base)
     if predictor.observed[0] % REFIT == 0:
         _refit(predictor)
 
@@ -160,14 +154,14 @@ def _correction(predictor: Predictor, load: Load) -> float:
 
 @compiled
 def _refit(predictor: Predictor) -> None:
-    """Solve the regression, and measure the margin that covers QUANTILE of the recent errors."""
+    """Solve the regression, and measure the margin that covers MARGIN_QUANTILE of the recent errors."""
     gram = predictor.gram.copy()
     ridge = RIDGE * np.trace(gram) / FEATURES
     for row in range(FEATURES):
         gram[row, row] += ridge
     predictor.weights[:] = _solve(gram, predictor.moment.copy())
     recent = predictor.errors[: min(RECENT, predictor.observed[0])]
-    predictor.margin[0] = max(0.0, float(np.quantile(recent, QUANTILE)))
+    predictor.margin[0] = max(0.0, float(np.quantile(recent, MARGIN_QUANTILE)))
 
 
 @compiled

@@ -6,13 +6,7 @@ import numpy as np
 
 from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
-
-BINS = 128  # of the share of the KV cache that online requests hold
-BEFORE_S = 600.0  # without online requests, as if before the first step: one request alone reserves nothing
-MEMORY_S = 3600.0  # after which what was seen counts a third
-LEAST = 0.02  # of the KV cache, always kept for them
-SELDOM = 1e-3  # of the time: online requests that were there for less are forgotten
-QUANTILE = 0.95  # of the time, in which they held no more
+from engine_ext.coserve.tuning import BEFORE_S, BINS, LEAST_RESERVE, RESERVE_MEMORY_S, RESERVE_QUANTILE, TOO_SELDOM
 
 
 class OnlineKv(NamedTuple):
@@ -32,7 +26,7 @@ def new_online_kv(capacity: int) -> OnlineKv:
 @compiled
 def note_online_kv(held: OnlineKv, kv_tokens: int, seconds: float) -> None:
     """Note that online requests have held so many KV tokens for so many seconds."""
-    held.seconds[:] *= np.exp(-seconds / MEMORY_S)
+    held.seconds[:] *= np.exp(-seconds / RESERVE_MEMORY_S)
     # Bin 0 is for an engine without online requests.
     held.now[0] = max(0, kv_tokens)
     held.seconds[min(BINS - 1, -(-held.now[0] * BINS // held.capacity))] += seconds
@@ -42,10 +36,10 @@ def note_online_kv(held: OnlineKv, kv_tokens: int, seconds: float) -> None:
 def reserve(held: OnlineKv) -> int:
     """Return the KV tokens to keep free for online requests, beside what they hold now; 0 where there were none."""
     total, so_far, at = held.seconds.sum(), 0.0, 0
-    if total - held.seconds[0] < SELDOM * total:
+    if total - held.seconds[0] < TOO_SELDOM * total:
         return 0
-    while at < BINS - 1 and so_far + held.seconds[at] < QUANTILE * total:
+    while at < BINS - 1 and so_far + held.seconds[at] < RESERVE_QUANTILE * total:
         so_far += held.seconds[at]
         at += 1
     usual = at * held.capacity // BINS
-    return int(max(LEAST * held.capacity, usual - held.now[0]))
+    return int(max(LEAST_RESERVE * held.capacity, usual - held.now[0]))

@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.errors import InputError
+from engine_ext.plan.tuning import FAIR_LAG, HASTE, TIERS_PER_DOUBLING
 
 NOT_URGENT = 1 << 30
-TIERS_PER_DOUBLING = 4
-HASTE = 1.25  # a deadline later than this many times the predicted end moves no request
-FAIR_LAG = 0.1  # how far a tenant may fall behind, as a part of its own share of the window's work
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,19 @@ import numpy as np
 
 from engine_ext.arrays import Column
 from engine_ext.plan.tree import PrefixTree
-
-LARGEST = 16  # prompts of a family; where more share a prefix, computing it once more matters little
+from engine_ext.plan.tuning import LARGEST_FAMILY
 
 
 def find_families(tree: PrefixTree) -> Column:
     """Return the family of each prompt, as a number that only its members have; int64 [prompts], by prompt.
 
-    A family is the prompts below one node of the tree, at most LARGEST, that have at least half of their tokens in
-    common. Tokens that more than LARGEST prompts share do not count. Where such nodes are one below the other, the
-    highest makes the family. Every other prompt is a family of its own.
+    A family is the prompts below one node of the tree, at most LARGEST_FAMILY, that have at least half of their tokens
+    in common. Tokens that more than LARGEST_FAMILY prompts share do not count. Where such nodes are one below the
+    other, the highest makes the family. Every other prompt is a family of its own.
     """
     size = tree.last - tree.first
-    is_small = size <= LARGEST
-    is_top = is_small & ((tree.parent < 0) | (size[tree.parent] > LARGEST))
+    is_small = size <= LARGEST_FAMILY
+    is_top = is_small & ((tree.parent < 0) | (size[tree.parent] > LARGEST_FAMILY))
     # In preorder, the last top node before a node is the one above it.
     top = np.maximum.accumulate(np.where(is_top, np.arange(len(tree)), 0))
     common = tree.begin[top]

@@ -8,13 +8,7 @@ from numpy.typing import NDArray
 from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.plan.tree import PrefixTree
-
-SMALLEST = 32  # fewest requests of a node that makes a group
-SMALLEST_TASK = 8  # the same for a task: a system prompt or a kind, whose few answers may be the longest of all
-MOST_SMALL_TASKS = 16  # more are cases of one task, such as the sessions of an agent; each would take from the sample
-MOST_NODES = 512  # most nodes that make groups; kinds may double the number of groups
-UNLIKE = 0.05  # how many of a group's own answers its parent's estimate counts for, where tasks differ
-ALIKE = 3.0  # the same, where only prompt lengths differ
+from engine_ext.plan.tuning import ALIKE, MOST_NODES, MOST_SMALL_TASKS, SMALLEST_GROUP, SMALLEST_TASK, UNLIKE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,7 @@ def group_requests(tree: PrefixTree, kinds: Column | None = None) -> Groups:
         of, parent = _by_kind(of, parent, kinds, SMALLEST_TASK)
     octave = np.log2(np.maximum(tree.lengths, 1)).astype(np.int64)
     tasks = len(parent)
-    of, parent = _by_kind(of, parent, octave, SMALLEST)
+    of, parent = _by_kind(of, parent, octave, SMALLEST_GROUP)
     return Groups(of, parent, np.where(np.arange(len(parent)) < tasks, UNLIKE, ALIKE))
 
 
@@ -71,7 +65,7 @@ def _large_nodes(tree: PrefixTree) -> NDArray[np.bool_]:
     High nodes separate tasks, deep ones separate the cases of one task; a task may be much smaller than a case.
     """
     size = tree.last - tree.first
-    large = size >= SMALLEST
+    large = size >= SMALLEST_GROUP
     is_task = size[tree.parent] == size[0]  # nothing but what all prompts begin with is above it
     small_tasks = is_task & (size >= SMALLEST_TASK) & ~large
     if np.count_nonzero(small_tasks) <= MOST_SMALL_TASKS:
@@ -91,7 +85,7 @@ def _apart(of: Column, parent: Column) -> tuple[Column, Column]:
     A mean over the other children says little about them.
     """
     direct = np.bincount(of, minlength=len(parent))
-    chosen = np.isin(np.arange(len(parent)), parent) & (direct >= SMALLEST)
+    chosen = np.isin(np.arange(len(parent)), parent) & (direct >= SMALLEST_GROUP)
     number = np.where(chosen, len(parent) + np.cumsum(chosen) - 1, np.arange(len(parent)))
     return number[of], np.concatenate([parent, np.flatnonzero(chosen)])
 

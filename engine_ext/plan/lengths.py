@@ -17,9 +17,9 @@ from engine_ext.compiled import compiled
 from engine_ext.plan.buckets import BUCKETS, EDGES, LONGEST, bucket_of
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.memory import NO_LOANS, Loans, Recall
+from engine_ext.plan.tuning import PRIOR_MEAN
 
 UNKNOWN, NOT_ASKED = -1, -2  # in place of a length: still to be learned, or never to be known
-PRIOR_MEAN = 256.0  # tokens, before anything is known
 
 
 class Seen(NamedTuple):
@@ -97,7 +97,7 @@ def see(groups: Groups, requests: Column, tokens: Column, finished: NDArray[np.b
     seen, of = Seen.nothing(len(groups)), groups.of[requests]
     asked = np.bincount(of, minlength=len(groups)) + loans.by_group(len(groups))
     size = np.bincount(groups.of, minlength=len(groups))
-    # Without these weights, means of small windows were three times too high (docs/planner.md).
+    # Without these weights, means of small windows were three times too high.
     lent = size / np.where(asked > 0, asked, 1.0) * (asked.sum() / max(1, size[asked > 0].sum()))
     for group, count, done in zip(of.tolist(), tokens.tolist(), finished.tolist(), strict=True):
         record(seen, groups.parent, group, 0, count, done, lent[group])

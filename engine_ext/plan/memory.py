@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 from engine_ext.arrays import Column, Floats
 from engine_ext.errors import InputError
 from engine_ext.plan.buckets import BUCKETS, EDGES, LONGEST
+from engine_ext.plan.tuning import FEWEST_IN_PROFILE, MOST_DOUBT, MOST_LENT
 
-FEWEST = 8  # answers to requests with one beginning that make a profile
-MOST_LENT = 256.0  # answers that a profile counts for in a new batch, however many it has seen
-MOST_DOUBT = 4.0  # chi-square of new answers against a profile, above which it lends nothing: by chance, one in twenty
 NO_PROFILE = -1
 
 
@@ -141,7 +139,7 @@ def learn(keys: Keys, tokens: Column, most: int) -> dict[int, Profile]:
     """
     known = keys[:, BEGINNING] != 0
     beginnings, rows, counts = np.unique(keys[known, BEGINNING], return_inverse=True, return_counts=True)
-    key = np.where(counts[rows] >= FEWEST, beginnings[rows], keys[known, KIND])
+    key = np.where(counts[rows] >= FEWEST_IN_PROFILE, beginnings[rows], keys[known, KIND])
     found, rows, counts = np.unique(key, return_inverse=True, return_counts=True)
     answers = tokens[known][np.argsort(rows, kind="stable")]  # by key
     ends = np.cumsum(counts)

@@ -11,8 +11,7 @@ from engine_ext.errors import InputError
 from engine_ext.plan.resources import NodeLoads, Requests, marginal_density, node_loads, request_loads
 from engine_ext.plan.split import cut_tree, parted
 from engine_ext.plan.tree import PrefixTree, grow_tree
-
-KEEP_SHARING = 0.99
+from engine_ext.plan.tuning import KEEP_SHARING
 
 
 @dataclass(frozen=True, slots=True)

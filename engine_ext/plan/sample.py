@@ -6,10 +6,7 @@ from engine_ext.arrays import Column, Floats
 from engine_ext.errors import InputError
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import NOT_ASKED, UNKNOWN, Outlook, Seen, look_ahead, see
-
-SHARE = 0.01  # as in the paper, where 1% does about as well as 100% (section 5.4)
-FEW = 8  # requests of a group that may always be sampled
-MOST = 16  # one group's sample is at most this many times its share
+from engine_ext.plan.tuning import SAMPLE, SAMPLE_FEW, SAMPLE_MOST
 
 
 def choose_sample(
@@ -19,7 +16,7 @@ def choose_sample(
     known: Column,
     generator: np.random.Generator,
     family: Column,
-    share: float = SHARE,
+    share: float = SAMPLE,
     ran: Column | None = None,
 ) -> Column:
     """Choose about `share` of the requests with unknown lengths, in the order in which to run them; int64.
@@ -45,7 +42,7 @@ def choose_sample(
     mean, squares = outlook.rest[:, 0], outlook.rest_squared[:, 0]
     # Mem(r) = p d + d^2 / 2 grows by p + d with each output token (section 4.1).
     spread = (prompts + mean) * np.sqrt(np.maximum(squares - mean**2, 0.0))
-    most = np.minimum(size, np.maximum(FEW, np.ceil(MOST * share * size).astype(np.int64)))
+    most = np.minimum(size, np.maximum(SAMPLE_FEW, np.ceil(SAMPLE_MOST * share * size).astype(np.int64)))
     total = int(np.ceil(share * size.sum()))
     asked = np.bincount(groups.of[known >= 0], minlength=len(groups)) > 0
     new = np.flatnonzero((waiting > 0) & ~asked)

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from engine_ext.arrays import Column, Floats
 from engine_ext.compiled import compiled
 from engine_ext.plan.tree import PrefixTree
+from engine_ext.plan.tuning import BISECTIONS
 
 Choices = NDArray[np.int8]
 
 LEFT, RIGHT, BOTH = 0, 1, 2
-BISECTIONS = 24
 
 
 @dataclass(frozen=True, slots=True)

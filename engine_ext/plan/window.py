@@ -13,11 +13,12 @@ from engine_ext.plan.blend import Wishes, blend
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import Estimates, Seen, borrow, estimate, group_caps, look_ahead, see
 from engine_ext.plan.memory import Recall
-from engine_ext.plan.order import KEEP_SHARING, Scan, order_scan, saved_by_order
+from engine_ext.plan.order import Scan, order_scan, saved_by_order
 from engine_ext.plan.partition import Slice, cut_slices, partition
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, request_loads
 from engine_ext.plan.tree import build_tree
+from engine_ext.plan.tuning import KEEP_SHARING
 
 
 @dataclass(frozen=True, slots=True)

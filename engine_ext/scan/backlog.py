@@ -16,8 +16,8 @@ from engine_ext.costs.cost import CostModel
 from engine_ext.plan.groups import group_requests
 from engine_ext.plan.memory import Profile, Recall
 from engine_ext.plan.prompts import Prompts, TokenIds
-from engine_ext.plan.sample import SHARE
 from engine_ext.plan.tree import build_tree
+from engine_ext.plan.tuning import SAMPLE
 from engine_ext.scan.events import (
     ADMITTED,
     DROPPED,
@@ -37,9 +37,8 @@ from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import Progress, plan_backlog
 from engine_ext.scan.state import State, StepCosts
 from engine_ext.scan.tiers import Urgency
+from engine_ext.scan.tuning import LONGEST_WAIT_S, MOST_OVERTAKEN
 
-MOST_OVERTAKEN = 4096  # requests that came later and may go before one of the same urgency
-LONGEST_WAIT_S = 1800.0  # for which requests that came later may go before it
 FREE, WAITS, RUNS, ENDED = range(4)
 
 AFTER = np.zeros(KINDS, dtype=np.int64)
@@ -153,7 +152,7 @@ class Planner:
     """Knows all requests of an engine, and plans those that wait. `share`: see `plan_backlog`."""
 
     cost: CostModel
-    share: float = SHARE
+    share: float = SAMPLE
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     _rows: Records[Row] = field(default_factory=lambda: new_records(Row, 0))
     _prompts: list[TokenIds] = field(default_factory=list[TokenIds])

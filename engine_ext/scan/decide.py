@@ -19,14 +19,10 @@ from engine_ext.scan.events import replay
 from engine_ext.scan.footprint import fits
 from engine_ext.scan.pace import hurried_tokens, most_tokens, paced_tokens
 from engine_ext.scan.state import LEFT, NO_REQUEST, RIGHT, Backlog, State, StepCosts, new_state
-from engine_ext.scan.sweep import HEADS, sweep, waiting
+from engine_ext.scan.sweep import sweep, waiting
+from engine_ext.scan.tuning import BURST, BURST_CACHE, BURST_SLOTS, HEADS, PASSED, SOON
 
 ANY_NUMBER = 1 << 30
-SOON = 32  # steps for whose output tokens there must always be room
-BURSTS = 4  # a step of prompts alone begins once this part of the largest step fits,
-BURSTS_CACHE = 16  # or, in a small KV cache, this part of it,
-BURSTS_SLOTS = 8  # and this part of all request slots is free
-PASSED = 8  # requests behind an urgent one that does not fit, of which the first that does may go before it
 
 
 class Space(NamedTuple):
@@ -239,8 +235,8 @@ def _burst(state: State, space: Space, decoding: int, slots: int) -> int:
     if decoding == 0 or totals.running == 0 or space.tokens > 0 or totals.pending_tokens > 0 or totals.soon == 1:
         totals.soon = 0
         return most
-    least = _waiting_tokens(state, min(most // BURSTS, int(state.costs.capacity) // BURSTS_CACHE))
-    has_slots = slots >= min(waiting(state), (decoding + slots) // BURSTS_SLOTS)
+    least = _waiting_tokens(state, min(most // BURST, int(state.costs.capacity) // BURST_CACHE))
+    has_slots = slots >= min(waiting(state), (decoding + slots) // BURST_SLOTS)
     for side in range(2):
         request = _candidate(state, side)
         if request == NO_REQUEST:

@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 from engine_ext.arrays import Column, Floats
 from engine_ext.costs.cost import CostModel
 from engine_ext.plan.blend import excess_s, meeting_place
-from engine_ext.plan.order import KEEP_SHARING, common_in, order_scan
+from engine_ext.plan.order import common_in, order_scan
 from engine_ext.plan.resources import Requests, request_loads
 from engine_ext.plan.tree import PrefixTree
+from engine_ext.plan.tuning import KEEP_SHARING
 from engine_ext.scan.tiers import Urgency
 
 

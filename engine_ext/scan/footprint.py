@@ -6,11 +6,9 @@ from engine_ext.arrays import Column, Records
 from engine_ext.compiled import brief, compiled
 from engine_ext.plan.buckets import BUCKETS, EDGES, LONGEST, bucket_of
 from engine_ext.scan.state import AHEAD, GROWTH, NOT_STARTED, RIGHT, Footprint, State
+from engine_ext.scan.tuning import LIKELY, NEGLIGIBLE, SELDOM
 
 SPAN = (AHEAD + GROWTH).astype(np.float64)
-SELDOM = 1e-6  # probability below which hazards say nothing any more
-LIKELY = 0.1  # a left-end request must fit as long as it still runs with at least this probability
-NEGLIGIBLE = 1e-3  # probability below which a request counts as ended
 
 
 @compiled

@@ -6,8 +6,9 @@ The pace keeps both in the ratio of the remaining work. `decide.py` chooses betw
 import numpy as np
 
 from engine_ext.compiled import compiled
-from engine_ext.scan.state import ALIGNMENT, State, StepCosts
+from engine_ext.scan.state import State, StepCosts
 from engine_ext.scan.sweep import NOTHING_S
+from engine_ext.scan.tuning import ALIGNMENT
 
 
 @compiled

@@ -15,18 +15,15 @@ from engine_ext.plan.families import find_families
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import UNKNOWN, borrow, estimate, group_caps, look_ahead, see
 from engine_ext.plan.memory import Recall
-from engine_ext.plan.order import KEEP_SHARING
 from engine_ext.plan.resources import Requests
-from engine_ext.plan.sample import SHARE, choose_sample
+from engine_ext.plan.sample import choose_sample
 from engine_ext.plan.tree import PrefixTree
+from engine_ext.plan.tuning import KEEP_SHARING, SAMPLE
 from engine_ext.scan.books import begin
 from engine_ext.scan.ends import two_ends
 from engine_ext.scan.state import Backlog, State, StepCosts, new_state
 from engine_ext.scan.tiers import Urgency
-
-FEWEST = 32  # requests that must come or end before the scan plans again
-PATIENCE = 32  # steps for which drift does not replace a plan, and for which a few new requests may have to wait
-MORE = 3.0  # new answers, in multiples of those that a plan knew, that make another plan worth its time
+from engine_ext.scan.tuning import FEWEST_CHANGES, MORE_ANSWERS, PATIENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ class Replanned(NamedTuple):
 
 def answers_before_next(learned: int) -> int:
     """Return how many answers must end before a plan that had learned from `learned` answers is replaced."""
-    return max(FEWEST, int(MORE * learned))
+    return max(FEWEST_CHANGES, int(MORE_ANSWERS * learned))
 
 
 @compiled
@@ -82,7 +79,7 @@ def is_outdated(waiting: int, has_drifted: bool, steps: int, answers: int) -> bo
     `waiting`, `has_drifted`: see sweep.py. `steps`: steps since the plan was made. `answers`: answers that must still
     end before the next plan.
     """
-    return waiting >= FEWEST and (answers <= 0 or (steps >= PATIENCE and has_drifted))
+    return waiting >= FEWEST_CHANGES and (answers <= 0 or (steps >= PATIENCE and has_drifted))
 
 
 def plan_backlog(
@@ -92,7 +89,7 @@ def plan_backlog(
     cost: CostModel,
     costs: StepCosts,
     generator: np.random.Generator,
-    share: float = SHARE,
+    share: float = SAMPLE,
     keep: float = KEEP_SHARING,
 ) -> Replanned:
     """Plan the waiting requests, and return the scan's state from here on.

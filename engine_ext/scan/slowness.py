@@ -4,10 +4,7 @@ import math
 from dataclasses import dataclass
 
 from engine_ext.scan.state import StepCosts
-
-MEMORY = 0.995  # how much of a step's weight the next step keeps
-LONGEST_STEP_S = 60.0  # a longer pause between two steps was no step
-UNKNOWN_STEPS = 8.0  # steps, by their weight, before which nothing is said
+from engine_ext.scan.tuning import LONGEST_STEP_S, SLOWNESS_KEEPS, UNKNOWN_STEPS
 
 
 @dataclass(slots=True)
@@ -25,9 +22,9 @@ class Slowness:
         took = now - self._before
         self._before = now
         if self._expected_s > 0 and 0 < took < LONGEST_STEP_S:
-            self._real_s = MEMORY * self._real_s + took
-            self._model_s = MEMORY * self._model_s + self._expected_s
-            self._steps = MEMORY * self._steps + 1
+            self._real_s = SLOWNESS_KEEPS * self._real_s + took
+            self._model_s = SLOWNESS_KEEPS * self._model_s + self._expected_s
+            self._steps = SLOWNESS_KEEPS * self._steps + 1
 
     def expect(self, seconds: float) -> None:
         """Note the step that begins now, and the seconds that it takes by the cost model."""

@@ -12,13 +12,12 @@ from engine_ext.plan.buckets import BUCKETS, LONGEST
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import GroupTree, Outlook, Seen
 from engine_ext.scan.tiers import ORDINARY
+from engine_ext.scan.tuning import BURST_MARGIN
 
 # Steps from now at which the footprint is projected: two per octave, and nothing beyond the last.
 AHEAD = np.array([0, 16, *(step << k for k in range(13) for step in (24, 32))], dtype=np.int64)
 # Running requests keep growing between two points: by how much until half-way to the next.
 GROWTH = np.array([0, *((AHEAD[2:] - AHEAD[1:-1]) // 2), 0], dtype=np.int64)
-BURSTS_MARGIN = 0.75  # share of the margin that bursts keep
-ALIGNMENT = 128  # tokens; step sizes are multiples of it, as GEMM tiles are (A.2)
 NO_REQUEST = -1
 NOT_STARTED = -(1 << 30)
 LEFT, RIGHT = 0, 1
@@ -63,7 +62,7 @@ class StepCosts(NamedTuple):
             float(self.weights_s),
             int(self.capacity),
             int(self.most_tokens),
-            float(BURSTS_MARGIN * self.margin if self.bursts else self.margin),
+            float(BURST_MARGIN * self.margin if self.bursts else self.margin),
             float(self.quadratic_s),
             bool(self.bursts),
         )

@@ -4,22 +4,25 @@ import numpy as np
 
 from engine_ext.compiled import brief, compiled
 from engine_ext.plan.buckets import bucket_of
-from engine_ext.plan.groups import ALIKE
 from engine_ext.plan.lengths import longest_of, record, refresh
+from engine_ext.plan.tuning import ALIKE
 from engine_ext.scan.footprint import add_footprint, generated, rest_of, work_out_holds
-from engine_ext.scan.state import AHEAD, ALIGNMENT, LEFT, RIGHT, State
+from engine_ext.scan.state import AHEAD, LEFT, RIGHT, State
+from engine_ext.scan.tuning import (
+    ALIGNMENT,
+    DOUBTFUL,
+    DRIFT,
+    ENOUGH,
+    GROUPS_AT_ONCE,
+    GROUPS_LOOKED_AT,
+    HEADS,
+    MOST_IN_BURSTS,
+    MOST_RIGHT,
+    SWEEP,
+)
 
 NOTHING_S = 1e-9  # seconds of work that count as none, because sums of floats do not return to exactly zero
 FIRST_SWEEP = 1  # sweep 0 ends before the first step and counts only waiting requests
-DRIFT = 0.05  # by how much compute's share of the remaining work may change
-SWEEP = 96  # steps in which one sweep looks at every running request
-HEADS = 64  # waiting requests at the left end that represent the next ones
-ENOUGH = 1.75  # times the shortest sensible step: the compute of a step that the right end's share allows for
-MOST_RIGHT = 0.8  # of the KV memory: prompts of the left side come in lumps, and a full cache retracts
-MOST_IN_BURSTS = 0.95  # where prompts wait until they fit, so only so much that the left end never stops
-DOUBTFUL = 0.3  # the doubt of a group that has seen about ten answers
-GROUPS_AT_ONCE = 1  # groups whose outlook is updated in one step
-GROUPS_LOOKED_AT = 64  # groups checked for news in one step
 
 
 @compiled

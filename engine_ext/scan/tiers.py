@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine_ext.arrays import Bools, Column, Floats
-from engine_ext.plan.blend import HASTE, TIERS_PER_DOUBLING
 from engine_ext.plan.pools import POOLS_S
+from engine_ext.plan.tuning import HASTE, TIERS_PER_DOUBLING
 
 POOLS, POOL = 1000, 10  # the first pool's tier, and from one pool's to the next one's; threatened deadlines come before
 AGED = POOLS + POOL // 2  # who was overtaken too often goes behind what must end in minutes, and before all others

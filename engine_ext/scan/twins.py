@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 from engine_ext.plan.tree import common_prefix
 from engine_ext.scan.members import Member
-
-PAGE = 16  # tokens; a shared prefix that is longer than this is worth waiting a step for
+from engine_ext.scan.tuning import TWIN_TOKENS
 
 
 @dataclass(slots=True)
@@ -28,12 +27,12 @@ class Twins:
         """
         latest = self._latest[side]
         member.ready = common_prefix(latest.prompt, member.prompt) if latest else 0
-        if latest is not None and latest.runs and not latest.stored and member.ready > latest.ready + PAGE:
+        if latest is not None and latest.runs and not latest.stored and member.ready > latest.ready + TWIN_TOKENS:
             shared, member.ready = member.ready, cached(member.key)
-            if shared > member.ready + PAGE:
+            if shared > member.ready + TWIN_TOKENS:
                 return True
         unfinished = max((common_prefix(each.prompt, member.prompt) for each in self._from_before), default=0)
-        return unfinished > PAGE and unfinished > cached(member.key) + PAGE
+        return unfinished > TWIN_TOKENS and unfinished > cached(member.key) + TWIN_TOKENS
 
     def admit(self, member: Member, side: int) -> None:
         self._computing.append(member)

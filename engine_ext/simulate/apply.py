@@ -13,7 +13,8 @@ from engine_ext.simulate.line import Line, next_online, taken
 from engine_ext.simulate.ours import Ours
 from engine_ext.simulate.reservation import to_come
 from engine_ext.simulate.shared_engine import NOBODY, SharedEngine, admit, leave, needed, room, take_off
-from engine_ext.step.plan import MOST_MADE_WAY, StepPlan
+from engine_ext.step.plan import StepPlan
+from engine_ext.step.tuning import MOST_MADE_WAY
 from engine_ext.step.view import View
 
 

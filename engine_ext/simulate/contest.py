@@ -13,8 +13,9 @@ import numpy as np
 
 from engine_ext.arrays import Column
 from engine_ext.coserve.harvest import riding_tokens
-from engine_ext.coserve.limit import PAGE, Profiled
+from engine_ext.coserve.limit import Profiled
 from engine_ext.coserve.slo import SloClass
+from engine_ext.coserve.tuning import LEAST_CHUNK
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import EngineModel
 from engine_ext.plan.prompts import Prompts
@@ -156,10 +157,10 @@ class Contest:
     def chunks(self) -> tuple[int, ...]:
         """The chunk sizes to try: CHUNKS, and before them what hides its GEMM behind reading the weights, if smaller.
 
-        With that one, a step with prompts takes hardly longer than one without. An engine has room for PAGE in any.
+        With that one, a step with prompts takes hardly longer than one without. Any has room for LEAST_CHUNK.
         """
         hidden = int(riding_tokens(self.model.numbers, 0)) // CHUNK_UNIT * CHUNK_UNIT
-        return (hidden, *CHUNKS) if PAGE <= hidden < min(CHUNKS) else CHUNKS
+        return (hidden, *CHUNKS) if LEAST_CHUNK <= hidden < min(CHUNKS) else CHUNKS
 
     @property
     def _knob_chunks(self) -> tuple[int, ...]:

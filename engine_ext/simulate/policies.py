@@ -14,11 +14,12 @@ from engine_ext.plan.families import find_families
 from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import UNKNOWN, Estimates, estimate, group_caps, look_ahead
 from engine_ext.plan.memory import Recall
-from engine_ext.plan.order import KEEP_SHARING, walk_in_order
+from engine_ext.plan.order import walk_in_order
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.resources import Requests, node_loads
-from engine_ext.plan.sample import SHARE, ask_sample
+from engine_ext.plan.sample import ask_sample
 from engine_ext.plan.tree import PrefixTree, build_tree
+from engine_ext.plan.tuning import KEEP_SHARING, SAMPLE
 from engine_ext.scan.footprint import output_tokens
 from engine_ext.scan.replan import Progress, answers_before_next, plan_backlog
 from engine_ext.scan.state import State, StepCosts
@@ -117,7 +118,7 @@ def prepare(
     cost: CostModel,
     caps: Column,
     kinds: Column | None = None,
-    sample: float = SHARE,
+    sample: float = SAMPLE,
     seed: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
     foretold: bool = True,

@@ -12,18 +12,17 @@ from engine_ext.arrays import Bools
 from engine_ext.compiled import brief, compiled
 from engine_ext.coserve.governor import governed
 from engine_ext.coserve.harvest import harvest
-from engine_ext.coserve.limit import NOT_PROFILED, PAGE, step_limit, while_prompts_wait
+from engine_ext.coserve.limit import NOT_PROFILED, step_limit, while_prompts_wait
 from engine_ext.coserve.predictor import Load, longest_chunk, predict, with_chunk, with_decodes, with_margin
+from engine_ext.coserve.tuning import LEAST_CHUNK
 from engine_ext.scan.decide import ANY_NUMBER, next_of
 from engine_ext.scan.decide import decide as ask_scan
 from engine_ext.scan.state import LEFT, RIGHT, State
 from engine_ext.scan.sweep import has_drifted, waiting
 from engine_ext.step.memory import Memory
 from engine_ext.step.plan import Room, StepPlan
+from engine_ext.step.tuning import OWED_CHUNKS, ROOM_PAGES
 from engine_ext.step.view import View
-
-ROOM = 2  # pages of each decode for which there must be room if some are left out; a step may still run
-CHUNKS = 8  # parts of the largest step; of what batches are owed they get one part in a step
 
 
 class Share(NamedTuple):
@@ -59,7 +58,7 @@ def decide(state: State, memory: Memory, view: View, rests: Bools) -> tuple[Step
     divided, in_vain = Share(view.online.tokens, ANY_NUMBER, np.inf, False), bool(memory.in_vain[0])
     if view.is_limited:
         # Where the KV cache might not do for all, an engine has to see them: it retracts them, and not online requests.
-        divided = share(memory, view, rests, free >= ROOM * view.page * view.decoding)
+        divided = share(memory, view, rests, free >= ROOM_PAGES * view.page * view.decoding)
     budget, admitted, left_out = _scan(state, view, divided, rests)
     budget, parks, yields = _way(view, max(budget, divided.online), divided.online, free, in_vain)
     room, is_cut = _room(view, parks), bool(divided.is_cut)
@@ -85,10 +84,10 @@ def share(memory: Memory, view: View, rests: Bools, may_rest: bool) -> Share:
     found = harvest(memory.predictor, load, kv, skipped, rests[:able], limit_s, before, most)
     tokens = found.prompt_tokens
     if needs.decoding + due == 0:  # nobody waits for this step; a limit that no step can keep must not end batches
-        tokens = max(tokens, PAGE)
+        tokens = max(tokens, LEAST_CHUNK)
         if found.left_out == len(rests):
             rests[:] = False
-    is_cut, chunk = tokens < view.largest - online, view.largest // CHUNKS
+    is_cut, chunk = tokens < view.largest - online, view.largest // OWED_CHUNKS
     if tokens < chunk and _is_owed(memory, chunk, before):
         tokens = chunk
         rests[:] = False
@@ -107,7 +106,7 @@ def _online_tokens(memory: Memory, view: View, fixed: Load) -> int:
     alone_s = predict(memory.predictor, fixed)
     limit_s = step_limit(view.bounds, NOT_PROFILED, needs.slack_s, alone_s, needs.decoding, False)
     fitting = longest_chunk(memory.predictor, fixed, needs.before, limit_s, needs.tokens)
-    return min(needs.tokens, max(fitting, PAGE))
+    return min(needs.tokens, max(fitting, LEAST_CHUNK))
 
 
 @compiled

@@ -21,7 +21,7 @@ from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.memory import Profile
 from engine_ext.plan.prompts import TokenIds
-from engine_ext.plan.sample import SHARE
+from engine_ext.plan.tuning import SAMPLE
 from engine_ext.scan.backlog import Added, AtOnce, Executor, Plan, Planner, Running, Told
 from engine_ext.scan.decide import DualScan
 from engine_ext.scan.events import (
@@ -40,21 +40,20 @@ from engine_ext.scan.events import (
     table_of,
 )
 from engine_ext.scan.members import Member, Members
-from engine_ext.scan.replan import FEWEST, PATIENCE, answers_before_next, is_outdated
+from engine_ext.scan.replan import answers_before_next, is_outdated
 from engine_ext.scan.slowness import Slowness, step_s
 from engine_ext.scan.state import NO_REQUEST, Backlog, State, StepCosts
 from engine_ext.scan.sweep import right_share
+from engine_ext.scan.tuning import FEWEST_CHANGES, PATIENCE
 from engine_ext.scan.twins import Twins
 from engine_ext.scan.untold import Untold
 from engine_ext.step.decide import After, decide
 from engine_ext.step.memory import Memory
 from engine_ext.step.plan import StepPlan
+from engine_ext.step.tuning import MOST_EVENTS, MOST_REFUSED, REMEMBERED
 from engine_ext.step.view import View
 
-REMEMBERED = 4096  # ended requests that are kept to estimate similar ones
 MOVES_HEADS = {PUT_BACK, RETRACTED, TAKEN_BACK, SET_ASIDE}
-MOST_EVENTS = 1 << 15  # since a plan was begun; then another one takes note of them
-MOST_REFUSED = 3  # times that the engine may refuse the request that an end admits first
 
 
 _NOWHERE: Column = np.zeros(0, dtype=np.int64)
@@ -71,7 +70,7 @@ class LiveScan:
 
     cost: CostModel
     costs: StepCosts
-    share: float = SHARE
+    share: float = SAMPLE
     cached: Callable[[int], int] = lambda key: 0
     executor: Executor = field(default_factory=AtOnce)
     plans: int = 0
@@ -323,7 +322,7 @@ class LiveScan:
             return False
         if planned == 0 or self._decisions >= PATIENCE:
             return True
-        return self._new >= max(FEWEST, planned // 4)
+        return self._new >= max(FEWEST_CHANGES, planned // 4)
 
     def _begin_plan(self) -> None:
         """Begin a plan of all requests as they are now."""

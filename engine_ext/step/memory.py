@@ -11,8 +11,7 @@ from engine_ext.coserve.limit import Profiled
 from engine_ext.coserve.predictor import Load, Predictor, new_predictor, observe, predict
 from engine_ext.coserve.reserve import OnlineKv, new_online_kv
 from engine_ext.costs.engine_model import StepModel
-
-MOST_OWED_S = 10.0  # or batches that waited long would take whole seconds at once from online requests
+from engine_ext.step.tuning import MOST_OWED_S
 
 
 class Memory(NamedTuple):

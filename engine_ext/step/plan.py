@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-MOST_MADE_WAY = 3  # times that one request makes way for online ones; for a prompt, those with little gained since
-
 
 class Room(NamedTuple):
     """What online prompts need free: so many KV `tokens`, and a request `slot`. `tokens` is 0 if they need nothing.

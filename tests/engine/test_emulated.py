@@ -25,7 +25,7 @@ from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.sample import SHARE
+from engine_ext.plan.tuning import SAMPLE
 from engine_ext.plugin.scheduler import emulated as devices
 from engine_ext.plugin.scheduler.emulated import Device
 from engine_ext.simulate.arrivals import Arrivals
@@ -85,7 +85,7 @@ def work_of(prompts: list[list[int]], outputs: list[int], sample: float) -> Work
 @pytest.mark.parametrize("name", ["both ends", pytest.param("documents", marks=pytest.mark.slow), "one prefix"])
 def test_the_scan_runs_in_sglang_as_the_simulator_says(emulated: Emulated, name: str, clock: Clock) -> None:
     prompts, outputs = workload(name)
-    told, untold = (work_of(prompts, outputs, share) for share in (1.0, SHARE))
+    told, untold = (work_of(prompts, outputs, share) for share in (1.0, SAMPLE))
     model = replace(EngineModel.of(COST, clock), capacity=CAPACITY)
     ours = run(emulated, None, clock, prompts, outputs)
     theirs = run(emulated, "fcfs", clock, prompts, outputs)

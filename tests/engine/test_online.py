@@ -10,7 +10,7 @@ import pytest
 from benchmarks.engine.bench_engine import BenchEngine
 from benchmarks.engine.tuning import Tuning
 from engine_ext.plugin.scheduler.member import GAIN
-from engine_ext.step.plan import MOST_MADE_WAY
+from engine_ext.step.tuning import MOST_MADE_WAY
 from tests.engine.test_real_scan import CHUNK, Real, Requests, growing, prompts_and_outputs, running_real, tokens_of
 
 SLOTS = 32  # that `Real` gives its engine

@@ -8,7 +8,8 @@ from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from engine_ext.arrays import Column
-from engine_ext.plan.memory import FEWEST, Keys, Profile, learn
+from engine_ext.plan.memory import Keys, Profile, learn
+from engine_ext.plan.tuning import FEWEST_IN_PROFILE
 from service.db.clock import DAY_S
 from service.db.tables import DEFAULT_PROJECT, Batch, LengthProfile
 from service.db.tenant_tables import Project
@@ -20,7 +21,7 @@ from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 
 pytestmark = pytest.mark.dialects
 
-REQUESTS = 3 * FEWEST + 6
+REQUESTS = 3 * FEWEST_IN_PROFILE + 6
 
 
 def asked(first: int = 0, topic: str = "answer the question", **changes: object) -> bytes:

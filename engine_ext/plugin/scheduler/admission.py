@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from engine_ext.coserve.limit import PAGE, Limits
+from engine_ext.coserve.limit import Limits
 from engine_ext.coserve.slo import SloClasses
+from engine_ext.coserve.tuning import LEAST_CHUNK
 from engine_ext.coserve.victims import victims
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
@@ -42,7 +43,7 @@ from engine_ext.plugin.scheduler.turns import Turns
 from engine_ext.scan.backlog import AtOnce, Executor
 from engine_ext.scan.state import StepCosts
 from engine_ext.step.live import LiveScan
-from engine_ext.step.plan import MOST_MADE_WAY
+from engine_ext.step.tuning import MOST_MADE_WAY
 
 log = logging.getLogger(__name__)
 SOON = 64  # steps for which running requests must find room beside pinned prefixes
@@ -189,7 +190,7 @@ class Admission:
         come or are expected, a step may have fewer prompt tokens.
         """
         riding = decoding if self.overlap.mixes else 0
-        fewest = max(int(scheduler.page_size), PAGE)
+        fewest = max(int(scheduler.page_size), LEAST_CHUNK)
         largest = max(fewest, int(scheduler.chunked_prefill_size or STEP_TOKENS) - riding)
         if self.beside.prompt_tokens is None or not self.beside.is_needed:
             return largest

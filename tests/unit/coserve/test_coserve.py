@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.coserve.harvest import MOST_SKIPPED, harvest, riding_tokens
-from engine_ext.coserve.limit import GUARD, NOT_PROFILED, Profiled, step_limit
+from engine_ext.coserve.harvest import harvest, riding_tokens
+from engine_ext.coserve.limit import NOT_PROFILED, Profiled, step_limit
 from engine_ext.coserve.predictor import (
     Load,
     Predictor,
@@ -22,6 +22,7 @@ from engine_ext.coserve.predictor import (
 )
 from engine_ext.coserve.reserve import new_online_kv, note_online_kv, reserve
 from engine_ext.coserve.slo import SloClass, deadline, least_slack
+from engine_ext.coserve.tuning import GUARD, MOST_SKIPPED
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.coserve.governor import LEAST, SPARE, Served, governed, new_governor, note_served, note_step
+from engine_ext.coserve.governor import Served, governed, new_governor, note_served, note_step
 from engine_ext.coserve.slo import SloClass
+from engine_ext.coserve.tuning import LEAST_OF_LIMIT, SPARE
 
 BOUNDS = SloClass(ttft_s=1.0, tpot_s=0.05).bounds
 ALONE_S, LIMIT_S = 0.01, 0.05
@@ -80,6 +81,6 @@ def test_the_share_stays_a_share(requests: list[tuple[float, float, int]], perce
     governor = new_governor()
     for at, (tpot_s, excess_s, before) in enumerate(requests):
         note_served(governor, BOUNDS, percentile, decoded(at - before, tpot_s, excess_s), float(at))
-        assert LEAST <= governor.share[0] <= 1.0
+        assert LEAST_OF_LIMIT <= governor.share[0] <= 1.0
         assert 0.0 <= governor.credit[0] <= SPARE
         assert ALONE_S <= governed(governor, LIMIT_S, ALONE_S) <= LIMIT_S

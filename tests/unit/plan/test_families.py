@@ -4,9 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.plan.families import LARGEST, find_families
+from engine_ext.plan.families import find_families
 from engine_ext.plan.prompts import Prompts
 from engine_ext.plan.tree import build_tree
+from engine_ext.plan.tuning import LARGEST_FAMILY
 
 
 def families_of(prompts: list[list[int]]) -> list[list[int]]:
@@ -25,9 +26,9 @@ def test_what_a_few_prompts_begin_with_alike_makes_no_family_if_it_is_short() ->
 
 
 def test_many_who_share_a_prefix_are_no_family() -> None:
-    prompts = [[1] * 90 + [100 + own] * 10 for own in range(LARGEST + 1)]
+    prompts = [[1] * 90 + [100 + own] * 10 for own in range(LARGEST_FAMILY + 1)]
     assert all(len(family) == 1 for family in families_of(prompts))
-    assert families_of(prompts[:-1]) == [list(range(LARGEST))]
+    assert families_of(prompts[:-1]) == [list(range(LARGEST_FAMILY))]
 
 
 def test_equal_prompts_are_a_family_and_one_or_none_is_fine() -> None:
@@ -58,12 +59,12 @@ def test_families_are_those_of_brute_force(prompts: list[list[int]]) -> None:
 
     def is_family(members: list[int], common: int) -> bool:
         own = sum(len(prompts[k]) - common for k in members)
-        return 1 < len(members) <= LARGEST and 2 * (shared(members) - common) * len(members) >= own
+        return 1 < len(members) <= LARGEST_FAMILY and 2 * (shared(members) - common) * len(members) >= own
 
     found = list[list[int]]()
     for k, prompt in enumerate(prompts):
         chain = [those_with(prompt[:length]) for length in range(len(prompt) + 1)]
-        common = max((shared(each) for each in chain if len(each) > LARGEST), default=0)
+        common = max((shared(each) for each in chain if len(each) > LARGEST_FAMILY), default=0)
         best = next((each for each in chain if is_family(each, common)), [k])
         found.append(best)
     assert families_of(prompts) == sorted({tuple(each): each for each in found}.values())

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 
 from engine_ext.arrays import Column
 from engine_ext.plan.families import find_families
-from engine_ext.plan.groups import ALIKE, MOST_SMALL_TASKS, SMALLEST_TASK, UNLIKE, Groups, group_requests
+from engine_ext.plan.groups import Groups, group_requests
 from engine_ext.plan.lengths import (
     BUCKETS,
     EDGES,
     LONGEST,
-    PRIOR_MEAN,
     Estimates,
     Outlook,
     Seen,
@@ -24,8 +23,9 @@ from engine_ext.plan.lengths import (
     see,
 )
 from engine_ext.plan.prompts import Prompts
-from engine_ext.plan.sample import FEW, MOST, ask_sample, choose_sample
+from engine_ext.plan.sample import ask_sample, choose_sample
 from engine_ext.plan.tree import build_tree
+from engine_ext.plan.tuning import ALIKE, MOST_SMALL_TASKS, PRIOR_MEAN, SAMPLE_FEW, SAMPLE_MOST, SMALLEST_TASK, UNLIKE
 
 ONE = np.array([-1])
 
@@ -226,7 +226,9 @@ def test_samples_are_of_the_size_asked_with_every_group(count: int, share: float
     asked = set(groups.of[known >= 0].tolist())
     new = set(groups.of[open_requests].tolist()) - asked
     assert len(set(groups.of[found].tolist()) & new) >= min(len(new), wanted // 2)
-    most = np.maximum(FEW, np.ceil(MOST * share * np.bincount(groups.of[open_requests], minlength=len(groups))))
+    most = np.maximum(
+        SAMPLE_FEW, np.ceil(SAMPLE_MOST * share * np.bincount(groups.of[open_requests], minlength=len(groups)))
+    )
     assert np.all(np.bincount(groups.of[found], minlength=len(groups)) <= most)
     assert len(found) <= wanted
 

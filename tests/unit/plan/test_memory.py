@@ -8,7 +8,8 @@ from engine_ext.errors import InputError
 from engine_ext.plan.buckets import BUCKETS, EDGES, LONGEST
 from engine_ext.plan.groups import Groups
 from engine_ext.plan.lengths import borrow, look_ahead, see
-from engine_ext.plan.memory import FEWEST, MOST_LENT, NO_PROFILE, Profile, Recall, learn, recall
+from engine_ext.plan.memory import NO_PROFILE, Profile, Recall, learn, recall
+from engine_ext.plan.tuning import FEWEST_IN_PROFILE, MOST_LENT
 
 Answers = tuple[Column, Column, Bools]
 NOBODY: Answers = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
@@ -60,18 +61,21 @@ def test_later_answers_replace_earlier_ones() -> None:
 
 
 def test_a_batch_teaches_beginnings_that_several_requests_share_and_kinds_for_the_others() -> None:
-    keys = np.array([[1, 9]] * FEWEST + [[2, 9]] * (FEWEST - 1) + [[3, 9], [0, 0]])
-    tokens = np.array([100] * FEWEST + [20] * (FEWEST - 1) + [30, 5000])
+    keys = np.array([[1, 9]] * FEWEST_IN_PROFILE + [[2, 9]] * (FEWEST_IN_PROFILE - 1) + [[3, 9], [0, 0]])
+    tokens = np.array([100] * FEWEST_IN_PROFILE + [20] * (FEWEST_IN_PROFILE - 1) + [30, 5000])
     lessons = learn(keys, tokens, 10)
-    assert {key: profile.answers for key, profile in lessons.items()} == {1: FEWEST, 9: FEWEST}
+    assert {key: profile.answers for key, profile in lessons.items()} == {1: FEWEST_IN_PROFILE, 9: FEWEST_IN_PROFILE}
     assert learn(np.zeros((3, 2), dtype=np.int64), np.full(3, 10), 10) == {}
 
 
 def test_a_batch_of_many_kinds_teaches_those_of_the_most_answers() -> None:
-    kinds = np.repeat(np.arange(1, 101), np.arange(100) % FEWEST)  # up to seven requests of each
+    kinds = np.repeat(np.arange(1, 101), np.arange(100) % FEWEST_IN_PROFILE)  # up to seven requests of each
     keys = np.stack([np.arange(1000, 1000 + len(kinds)), kinds], axis=1)
     lessons = learn(keys, kinds, 12)
-    wanted = {kind: Profile.of(np.full(FEWEST - 1, kind)) for kind in range(FEWEST, 101, FEWEST)}
+    wanted = {
+        kind: Profile.of(np.full(FEWEST_IN_PROFILE - 1, kind))
+        for kind in range(FEWEST_IN_PROFILE, 101, FEWEST_IN_PROFILE)
+    }
     assert {key: profile.text for key, profile in lessons.items()} == {
         key: profile.text for key, profile in wanted.items()
     }

@@ -16,8 +16,9 @@ from engine_ext.scan.decide import DualScan
 from engine_ext.scan.ends import fresh_tokens
 from engine_ext.scan.events import FINISHED, LEFT_OUT, PREFILLED, RETRACTED
 from engine_ext.scan.footprint import output_tokens
-from engine_ext.scan.state import ALIGNMENT, Backlog, StepCosts
+from engine_ext.scan.state import Backlog, StepCosts
 from engine_ext.scan.sweep import end_sweep
+from engine_ext.scan.tuning import ALIGNMENT
 from tests.unit.scan.driving import ask_scan as decide
 
 # So that a full cache takes about as long to read as 250 tokens take to compute.

@@ -24,8 +24,8 @@ from engine_ext.plan.resources import Requests
 from engine_ext.plan.tree import build_tree, common_prefix
 from engine_ext.scan.backlog import AtOnce, Executor, Plan
 from engine_ext.scan.ends import two_ends
-from engine_ext.scan.replan import FEWEST
 from engine_ext.scan.state import StepCosts
+from engine_ext.scan.tuning import FEWEST_CHANGES
 from engine_ext.step.live import LiveScan
 from tests.unit.scan.driving import decide
 
@@ -293,10 +293,10 @@ def test_what_was_learned_outlives_the_plan() -> None:
     engine.run()
     unseen = live().remaining_s
     assert unseen == (0.0, 0.0)
-    for key in range(1000, 1000 + 2 * FEWEST):
+    for key in range(1000, 1000 + 2 * FEWEST_CHANGES):
         engine.add(key, tokens((1, 40), (100 + key, 10)), 700)
     engine.step()
-    waiting = 2 * FEWEST
+    waiting = 2 * FEWEST_CHANGES
     expected = waiting * (50 * 700 + 700**2 / 2) * COSTS.read_s
     assert engine.scan.remaining_s[1] == pytest.approx(expected, rel=0.15)
 

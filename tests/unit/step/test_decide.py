@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from engine_ext.arrays import Bools
-from engine_ext.coserve.limit import PAGE, Profiled
+from engine_ext.coserve.limit import Profiled
 from engine_ext.coserve.predictor import Load, with_decodes
 from engine_ext.coserve.slo import Bounds
+from engine_ext.coserve.tuning import LEAST_CHUNK
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.costs.hardware import Machine, hardware
@@ -110,11 +111,11 @@ def test_decodes_that_may_not_rest_leave_online_prompts_less_of_the_step() -> No
     fixed = view._replace(fixed=with_decodes(view.fixed, 200, 200 * 2000), kv=view.kv[:0], skipped=view.skipped[:0])
     found, same = (share(fresh(), each, np.zeros(len(each.kv), dtype=np.bool_), False) for each in (view, fixed))
     assert found == same
-    assert PAGE < found.online < divided(view).online
+    assert LEAST_CHUNK < found.online < divided(view).online
 
 
 def test_a_late_prompt_still_gets_a_page() -> None:
-    assert divided(beside(prompts(500, decoding=1, slack_s=-1.0), theirs=1)).online == PAGE
+    assert divided(beside(prompts(500, decoding=1, slack_s=-1.0), theirs=1)).online == LEAST_CHUNK
 
 
 def test_prompts_that_found_no_room_do_not_stop_batches() -> None:
