@@ -25,15 +25,13 @@ from service.demo.models import ensure_model
 from service.errors import StartError
 from service.objects.storage import Storage
 from service.queue import keys
-from service.queue.progress import note_exit
 from service.settings import Settings, is_everywhere
 from service.up.embedded_redis import server_command
+from service.up.ends import Ends, clock
 from service.up.engines import Engine, Engines
 from service.up.folder_lock import FolderLock
-from service.up.last_words import how, last_words
 from service.up.log_files import rotate
 from service.up.part import Part
-from service.up.worker_rows import free_slices, is_drained
 
 STOP_S = 8.0  # of one part; together less than the ten seconds that container runtimes give
 BEGUN_S = 20.0
@@ -44,14 +42,9 @@ ASK_S = 1.0
 WATCH_S = 0.5
 HELD_S = 5.0  # between two looks whether a worker is still drained
 LOGS_S = 60.0
-MOST_UNNOTED, NOTE_AGAIN_S = 100, 5.0  # deaths that wait for Redis, and how long it is then left alone
 ROLES = ("api", "planner")
 COMMAND = [sys.executable, "-m", "service.cli"]
 log = structlog.get_logger()
-
-
-def _clock() -> str:
-    return time.strftime("%H:%M:%S")
 
 
 @dataclass(slots=True)
@@ -64,8 +57,7 @@ class Supervisor:
     _lock: FolderLock = field(init=False)
     _stopping: bool = False
     _look_at_logs_at: float = 0.0
-    _unnoted: list[tuple[Part, str, float]] = field(default_factory=list[tuple[Part, str, float]])  # deaths
-    _note_at: float = 0.0
+    _ends: Ends = field(init=False)
 
     @property
     def settings(self) -> Settings:
@@ -74,6 +66,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._lock = FolderLock(self.settings.data_dir)
+        self._ends = Ends(self.settings, self.say)
 
     def run(self) -> None:
         """Run until SIGINT or SIGTERM. Raises StartError."""
@@ -247,7 +240,7 @@ class Supervisor:
 
     def _watch(self) -> None:
         now = time.monotonic()
-        self._note_deaths()
+        self._ends.write_down()
         for part in self._parts:
             if part.running:
                 if not part.begun and self._has_begun(part):
@@ -257,7 +250,7 @@ class Supervisor:
             if part.restart_at == 0.0:
                 assert part.process is not None
                 part.begun = part.begun or self._has_begun(part, at_once=True)  # it may have died soon after
-                self._note_end(part, part.process.returncode)
+                self._ends.note(part, part.process.returncode)
                 if (part.exits >= MAX_EXITS or part.alike >= MAX_ALIKE) and not self._others_run(part):
                     raise StartError(
                         f"{part.name} died {part.exits} times in a row without becoming ready, the last time: "
@@ -265,7 +258,7 @@ class Supervisor:
                     )
                 part.restart_at = now + min(FIRST_PAUSE_S * 2 ** (part.exits - 1), LONGEST_PAUSE_S)
             elif now >= part.restart_at:
-                if self._is_held(part):
+                if self._ends.is_held(part):
                     part.restart_at = now + HELD_S
                     continue
                 try:
@@ -275,52 +268,11 @@ class Supervisor:
                     log.warning("not started again yet", part=part.name, error=repr(error))
                     part.restart_at = now + ASK_S
 
-    def _note_end(self, part: Part, code: int) -> None:
-        """Say and note that a part has ended by itself, and count it as a death if nobody asked it to."""
-        if part.worker is not None:
-            if code == 0 and part.begun:
-                part.is_stopped, part.exits = True, 0
-                again = f"`batchweave workers resume {part.worker}` starts it" if self._is_held(part) else "it starts"
-                self.say(f"{_clock()} {part.name} has stopped; {again} again")
-                return
-            free_slices(self.settings.database, part.worker)
-        words = last_words(part.log_path, part.log_from)
-        if code == -signal.SIGKILL and not words:
-            words = "by somebody, or by the kernel for lack of memory (dmesg says so)"
-        ended = ": ".join(filter(None, (how(code), words)))
-        part.exits = 1 if part.begun else part.exits + 1
-        if part.begun:
-            part.alike = 0
-        else:
-            part.alike = part.alike + 1 if ended == part.ended else 1
-        part.ended, part.died_at = ended, time.time()
-        self.say(f"{_clock()} {part.name} died, {ended}; it is started again; log: {part.log_path}")
-        self._unnoted = [*self._unnoted, (part, ended, part.died_at)][-MOST_UNNOTED:]
-        self._note_deaths()
-
-    def _is_held(self, part: Part) -> bool:
-        """Return whether a part stays stopped: a worker that was drained and then stopped, as for work on its GPU."""
-        return part.is_stopped and is_drained(self.settings.database, part.worker or "") is not False
-
-    def _note_deaths(self) -> None:
-        """Write down the deaths that are not yet: Redis may be what died."""
-        while self._unnoted and time.monotonic() >= self._note_at:
-            part, ended, at = self._unnoted[0]
-            is_gone = part.worker is not None and not part.running
-            try:
-                with redis.Redis.from_url(self.settings.redis, socket_connect_timeout=1, socket_timeout=1) as client:
-                    note_exit(client, part.worker or part.name, ended, time.time() - at, is_gone)
-            except (redis.RedisError, OSError) as error:
-                log.warning("death not noted yet", part=part.name, error=repr(error))
-                self._note_at = time.monotonic() + NOTE_AGAIN_S
-                return
-            self._unnoted = self._unnoted[1:]
-
     def _say_is_back(self, part: Part) -> None:
         if part.died_at:
             # Of a worker it is known when it works again; the others do as soon as they run.
             until = time.time() if part.worker is not None else part.started_at
-            self.say(f"{_clock()} {part.name} is back after {until - part.died_at:.0f} s")
+            self.say(f"{clock()} {part.name} is back after {until - part.died_at:.0f} s")
         part.died_at = 0.0
 
     def _rotate_logs(self) -> None:

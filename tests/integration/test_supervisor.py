@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 from sqlalchemy import select
 
+import service.up.ends as ends
 import service.up.supervisor as supervisors
 from service.db.drains import drain, resume
 from service.db.sessions import Database
@@ -146,8 +147,8 @@ async def test_a_death_that_cannot_be_noted_yet_is_noted_later(
     settings: Settings, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis may be away, or be what died."""
-    monkeypatch.setattr(supervisors, "NOTE_AGAIN_S", 0.0)
-    noted, tries = supervisors.note_exit, list[str]()
+    monkeypatch.setattr(ends, "NOTE_AGAIN_S", 0.0)
+    noted, tries = ends.note_exit, list[str]()
 
     def note(client: Any, name: str, *more: Any) -> None:
         tries.append(name)
@@ -155,7 +156,7 @@ async def test_a_death_that_cannot_be_noted_yet_is_noted_later(
             raise ConnectionError
         noted(client, name, *more)
 
-    monkeypatch.setattr(supervisors, "note_exit", note)
+    monkeypatch.setattr(ends, "note_exit", note)
     supervisor = Supervisor(Engines((Model(settings),)), lambda _: None)
     part = Part("api", ["sh", "-c", "exit 5"], tmp_path / "api.log")
     part.start({"PATH": "/usr/bin:/bin"})
