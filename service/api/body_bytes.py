@@ -1,4 +1,4 @@
-"""Bounds the bytes of online requests' bodies that a process of the API has in memory."""
+"""Bounds the bytes of online requests, and of whole answers that nobody reads, in a process of the API."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ SHARE = 2  # one project may have this fraction, 1 / SHARE, of MOST_BYTES
 
 
 class BodyBytes:
-    """Counts the bytes of large bodies, by project, until their answers begin."""
+    """Counts the bytes of large bodies, by project, until their answers begin, and of large answers until their end."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
@@ -32,7 +32,7 @@ class BodyBytes:
 
 
 class CountedBody:
-    """Counts the bytes of one body while it comes."""
+    """Counts the bytes of one body while it comes, then those of its answer."""
 
     def __init__(self, body_bytes: BodyBytes, project_id: str) -> None:
         self._all = body_bytes
@@ -49,4 +49,4 @@ class CountedBody:
     def let_go(self) -> None:
         """Count the body no more; a second call changes nothing."""
         self._all.move(self._project_id, -self._counted)
-        self._counted = 0
+        self._come = self._counted = 0

@@ -119,11 +119,12 @@ class OnlineResponse(Response):
         async with self._relay.ask(self._asked) as relayed:
             kind = STREAM if relayed.streams else "application/json"
             headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+            self._asked = self._asked._replace(body=b"")  # a stream may take long
+            self._counted.let_go()
+            self._counted.add(relayed.held)  # until the client has read it
             self._is_started = True
             await send({"type": "http.response.start", "status": relayed.status, "headers": headers})
             labels = (self._asked.model, self._asked.tier)
-            self._asked = self._asked._replace(body=b"")  # a stream may take long
-            self._counted.let_go()
             first, tokens, mark = time.perf_counter(), 0, endpoint.token_mark
             if relayed.streams:
                 ONLINE_FIRST_TOKEN.labels(*labels).observe(first - began)

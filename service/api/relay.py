@@ -61,12 +61,13 @@ class OnlineRequest(NamedTuple):
 class Relayed:
     """Holds a worker's answer: its status, and its body in pieces as they come.
 
-    `streams`: whether these are server-sent events. Reading the body raises ConnectionError if the worker
-    is lost before its end.
+    `streams`: whether these are server-sent events. `held`: the bytes of it that are in memory. Reading the body raises
+    ConnectionError if the worker is lost before its end.
     """
 
     status: int
     streams: bool
+    held: int
     body: AsyncIterator[bytes]
 
 
@@ -192,7 +193,7 @@ async def _relayed(response: aiohttp.ClientResponse, lost: Callable[[], None]) -
     `lost`: is called if the worker is lost while it streams.
     """
     if response.content_type == STREAM:
-        return Relayed(response.status, True, _pieces(response, lost))
+        return Relayed(response.status, True, 0, _pieces(response, lost))
     try:
         whole = await response.read()
     except CONNECTION_ERRORS as error:
@@ -201,7 +202,7 @@ async def _relayed(response: aiohttp.ClientResponse, lost: Callable[[], None]) -
     async def at_once() -> AsyncIterator[bytes]:
         yield whole
 
-    return Relayed(response.status, False, at_once())
+    return Relayed(response.status, False, len(whole), at_once())
 
 
 async def _pieces(response: aiohttp.ClientResponse, lost: Callable[[], None]) -> AsyncIterator[bytes]:

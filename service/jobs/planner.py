@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import select, update
+from sqlalchemy import insert, select, update
 
 from engine_ext.plan.window import WindowPlan
 from service import ids
@@ -33,6 +34,7 @@ from service.settings import Settings
 
 SLICES_EACH = 8  # of a window for each worker, where there are several
 SMALLEST_SLICE = 16  # requests; smaller slices would only cost more leases
+SHARES_AT_ONCE = 5000  # of slices in one statement: a window of a thousand batches may have a hundred thousand
 LOGGED = 64  # batches named in one log line
 _without_texts: set[str] = set()  # sources of models whose tokenizer failed; until the process ends
 log = structlog.get_logger()
@@ -221,12 +223,14 @@ class Planner:
             ]
             session.add_all(slices)
             await session.flush()
-            parts = [0] * len(spans)
+            parts, shares = [0] * len(spans), list[dict[str, Any]]()
             for each in slices:
                 members, counts = np.unique(order["batch"][each.first : each.first + each.count], return_counts=True)
                 for member, count in zip(members.tolist(), counts.tolist(), strict=True):
-                    session.add(SliceBatch(slice_id=each.id, batch_id=spans[member].batch_id, total=count))
+                    shares.append({"slice_id": each.id, "batch_id": spans[member].batch_id, "total": count})
                     parts[member] += 1
+            for at in range(0, len(shares), SHARES_AT_ONCE):
+                await session.execute(insert(SliceBatch), shares[at : at + SHARES_AT_ONCE])
             rest = Batch.planned - Batch.completed - Batch.failed
             for span, count in zip(spans, parts, strict=True):
                 told = {"slices": Batch.slices + count, "slices_left": Batch.slices_left + count}

@@ -1,19 +1,25 @@
 """Long work of one request is done beside the event loop, and says what SGLang says; needs SGLang, no engine."""
+# pyright: reportPrivateUsage=false
 
 import asyncio
 import json
 import threading
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from sglang.srt.entrypoints.openai import serving_rerank
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatMessage,
     ChoiceLogprobs,
+    EmbeddingObject,
+    EmbeddingRequest,
+    EmbeddingResponse,
     UsageInfo,
 )
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
@@ -22,7 +28,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from engine_ext.plugin.worker.answers import refused
 from engine_ext.plugin.worker.aside import LARGE, aside, project
+from engine_ext.plugin.worker.endpoints import Endpoints, _environment
 from engine_ext.plugin.worker.logprobs import logprobs_of, with_logprobs
+from engine_ext.plugin.worker.marked import Told
 from engine_ext.plugin.worker.refusals import code_and_param, in_short
 from engine_ext.plugin.worker.serving import TokenTexts, beside_the_loop
 from engine_ext.plugin.worker.stop_lengths import Sampling
@@ -102,12 +110,66 @@ async def test_long_texts_are_tokenized_in_a_thread() -> None:
         threads.append(threading.get_ident())
         return [len(texts)], is_cross_encoder
 
-    manager = SimpleNamespace(tokenizer=SimpleNamespace(), _tokenize_texts=tokenize)
+    manager = SimpleNamespace(tokenizer=SimpleNamespace(), _tokenize_texts=tokenize, _handle_batch_request=None)
     beside_the_loop(manager)
     assert await manager._tokenize_texts("short") == ([5], False)
     assert await manager._tokenize_texts([["a" * LARGE, "b"]], True) == ([1], True)
     assert await manager._tokenize_texts(["a" * LARGE, "b"]) == ([2], False)
     assert [each == threading.get_ident() for each in threads] == [True, False, False]
+
+
+@pytest.mark.parametrize("texts", [["a" * LARGE, "b", "b"], [["q", "a" * LARGE], ["q", "b"]]])
+async def test_a_long_list_is_tokenized_in_a_thread_before_any_of_it_is_sent(texts: list[Any]) -> None:
+    """SGLang comes with one text after the other, and loses an answer that comes before it has sent them all."""
+    threads: list[int] = []
+
+    async def tokenize(texts: Any, is_cross_encoder: bool = False) -> Any:
+        threads.append(threading.get_ident())
+        return texts, is_cross_encoder
+
+    async def handle(obj: Any, request: Any) -> AsyncIterator[Any]:
+        turns = asyncio.create_task(asyncio.sleep(0))
+        for place in range(obj.batch_size):
+            yield await manager._tokenize_texts(obj[place].text, obj.is_cross_encoder_request)
+        assert not turns.done(), "another task has had the loop"
+
+    class Batch(list[Any]):
+        text, batch_size, is_cross_encoder_request = texts, len(texts), isinstance(texts[0], list)
+
+    batch = Batch(SimpleNamespace(text=each if isinstance(each, str) else [each]) for each in texts)
+    names = {"_tokenize_texts": tokenize, "_handle_batch_request": handle}
+    manager = SimpleNamespace(tokenizer=SimpleNamespace(), **names)
+    beside_the_loop(manager)
+    found = [each async for each in manager._handle_batch_request(batch)]
+    assert found == [(each.text, batch.is_cross_encoder_request) for each in batch]
+    assert threading.get_ident() not in threads
+
+
+def test_a_reranker_compiles_its_template_once() -> None:
+    template = "{{ messages[0].content }}/{{ messages[1].content }}{{ instruct | default('') }}"
+    wanted = [serving_rerank._render_jinja_chat_template(template, query="q", document=d, instruct=None) for d in "ab"]
+    assert _environment().from_string(template) is _environment().from_string(template)
+    assert wanted == ["q/a", "q/b"]
+
+
+def test_an_answer_of_more_numbers_than_others_can_wait_for_is_refused() -> None:
+    endpoints = object.__new__(Endpoints)
+    config = SimpleNamespace(hidden_size=4096)
+    endpoints._manager = SimpleNamespace(model_config=config, max_req_input_len=100)  # type: ignore[assignment]
+    few, many = (EmbeddingRequest(model="m", input=["a"] * count) for count in (600, 2048))
+    assert endpoints._embedding_fault(few) is None
+    found = endpoints._embedding_fault(many)
+    assert found == ("input", "has 2048 texts of 4096 numbers each; at most 2,500,000 numbers in all")
+
+
+def test_embeddings_are_written_as_pydantic_would() -> None:
+    endpoints = object.__new__(Endpoints)
+    endpoints._model_name = "mine"
+    data = [EmbeddingObject(embedding=[0.1, -2e-9], index=0), EmbeddingObject(embedding="AAAA", index=1)]
+    for rows in ([], data):
+        found = EmbeddingResponse(data=rows, model="theirs", usage=UsageInfo(prompt_tokens=3, total_tokens=3))
+        written = json.loads(endpoints._write_embeddings(found, Told("rid", "")))
+        assert written == json.loads(found.model_dump_json()) | {"model": "mine"}
 
 
 async def test_the_loop_answers_while_long_work_is_done() -> None:
@@ -127,7 +189,9 @@ async def test_the_loop_answers_while_long_work_is_done() -> None:
         (COMPLETIONS, {"prompt": ["a" * 10, "b" * 30]}, (40, 30, "prompt")),
         (COMPLETIONS, {"prompt": [1, 2, 3]}, (12, 3 * MOST_TOKEN_BYTES, "prompt")),
         (COMPLETIONS, {"prompt": [[1], [2, 3]]}, (12, 2 * MOST_TOKEN_BYTES, "prompt")),
-        ("/v1/rerank", {"query": "q", "documents": ["a" * 3, "b" * 5]}, (9, 6, "documents")),
+        ("/v1/rerank", {"query": "q", "documents": ["a" * 3, "b" * 5]}, (10, 6, "documents")),
+        ("/v1/score", {"query": "q" * 9, "items": ["a"] * 20}, (200, 10, "query")),
+        ("/v1/rerank", {"query": "q", "instruct": "i" * 9, "documents": ["a"] * 20}, (220, 11, "instruct")),
         (CHAT, {"messages": [{"url": "data:" + "a" * 99, "x": "data:" + "b" * 9}]}, (18, 18, "messages")),
     ],
 )

@@ -8,10 +8,11 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeGuard
 
 from pydantic import BaseModel, Field, model_validator
+from sglang.srt.entrypoints.openai import serving_rerank
 from sglang.srt.entrypoints.openai.protocol import (
     EmbeddingRequest,
     ResponsesRequest,
@@ -36,6 +37,8 @@ Fault = tuple[str, str]  # the field, and why it is refused
 # These fields replace tokens with vectors, whose results stay in the KV cache under those tokens.
 OVERRIDES = ("embed_override_token_id", "embed_overrides", "query_embed_overrides", "item_embed_overrides")
 MOST_JOINED = 8 * 1024 * 1024  # characters, or token ids, of a query with all that it is joined with
+MOST_NUMBERS = 2_500_000  # of the embeddings of a request, some 50 MB of JSON: 2,048 texts of 1,024 numbers
+MANY_NUMBERS = 20_000  # that take some 20 ms to write
 SPARE_TOKENS = 8  # tokens that a tokenizer may add to a text
 
 
@@ -104,7 +107,7 @@ class Served:
     request_type: type[BaseModel]
     fault: Callable[[Any], Fault | None]
     ask: Callable[[Any, Told], Awaitable[Any]]
-    write: Callable[[Any, Told], dict[str, Any]]
+    write: Callable[[Any, Told], dict[str, Any] | bytes]
     events: "Callable[[Any, Told], AsyncGenerator[Answer | bytes, None]] | None" = None
 
 
@@ -134,7 +137,7 @@ class Endpoints:
         else:
             embedding = OpenAIServingEmbedding(marked, templates)
             self.served["/v1/embeddings"] = Served(
-                EmbeddingRequest, self._embedding_fault, self._asker(embedding.handle_request), self._write
+                EmbeddingRequest, self._embedding_fault, self._asker(embedding.handle_request), self._write_embeddings
             )
         if self._generates or classifies:
             score = OpenAIServingScore(marked)
@@ -142,6 +145,7 @@ class Endpoints:
                 ScoringRequest, self._score_fault, self._asker(score.handle_request), self._write
             )
         if classifies or (self._generates and reranks):
+            _rerank._get_jinja_env = _environment
             rerank = OpenAIServingRerank(marked, templates)
             self.served["/v1/rerank"] = Served(
                 V1RerankReqInput, self._rerank_fault, self._asker(rerank.handle_request), self._write_rerank
@@ -167,6 +171,9 @@ class Endpoints:
         items = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
         if not all(isinstance(item, str) or _is_ids(item) for item in items):
             return "input", "must be text or token ids"  # parts may name files and hosts, and their length is unchecked
+        size = request.dimensions or int(self._manager.model_config.hidden_size)
+        if len(items) * size > MOST_NUMBERS:
+            return "input", f"has {len(items)} texts of {size} numbers each; at most {MOST_NUMBERS:,} numbers in all"
         return _overridden(request) or self._prompts_fault("input", items)
 
     def _score_fault(self, request: Any) -> Fault | None:
@@ -218,6 +225,12 @@ class Endpoints:
     def _write(self, found: Any, _known: Told) -> dict[str, Any]:
         return {**_plain(found), "model": self._model_name}
 
+    def _write_embeddings(self, found: Any, _known: Told) -> bytes:
+        """Return the answer in JSON, written in parts: as a whole it would keep the interpreter for seconds."""
+        about = found.model_dump(exclude={"data"}) | {"model": self._model_name}
+        rows = b",".join(each.model_dump_json().encode() for each in found.data)
+        return b'{"data":[' + rows + b"]," + json.dumps(about).encode()[1:]
+
     def _write_rerank(self, found: Any, known: Told) -> dict[str, Any]:
         """Return SGLang's list inside an object with model and usage, without ids and times of internal requests."""
         results = [{key: value for key, value in _plain(each).items() if key != "meta_info"} for each in found]
@@ -257,6 +270,25 @@ class Endpoints:
 
 def _is_reasoning(item: Any) -> bool:
     return (item.get("type") if isinstance(item, dict) else getattr(item, "type", None)) == "reasoning"
+
+
+def is_long(found: Any) -> bool:
+    """Return whether an answer has so many numbers that writing it would hold others up."""
+    rows = getattr(found, "data", None) or getattr(found, "scores", None) or []
+    each = (getattr(row, "embedding", row) for row in rows)
+    return sum(len(row) for row in each if isinstance(row, list | str)) > MANY_NUMBERS
+
+
+_rerank: Any = serving_rerank
+_make_environment = _rerank._get_jinja_env
+
+
+@lru_cache(1)
+def _environment() -> Any:
+    """Return what renders a reranker's prompts; SGLang makes it, and compiles the template, for each document."""
+    found: Any = _make_environment()
+    found.from_string = lru_cache(8)(found.from_string)
+    return found
 
 
 def _plain(found: Any) -> dict[str, Any]:

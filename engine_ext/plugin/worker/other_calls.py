@@ -11,7 +11,7 @@ from typing import Any
 from engine_ext.plugin.worker import guard
 from engine_ext.plugin.worker.answers import ABORTED, Answer, error_body, failed, refused
 from engine_ext.plugin.worker.aside import LARGE, aside
-from engine_ext.plugin.worker.endpoints import Served
+from engine_ext.plugin.worker.endpoints import Served, is_long
 from engine_ext.plugin.worker.marked import Told
 from engine_ext.plugin.worker.refusals import code_and_param, in_short
 from engine_ext.plugin.worker.text_size import text_size
@@ -30,13 +30,13 @@ class OtherCalls:
 
     async def run(self, endpoint: str, fields: dict[str, Any], known: Told) -> Answer:
         """Return the whole answer."""
-        return self._written(endpoint, fields, await self._ask(endpoint, fields, known), known)
+        return await self._written(endpoint, fields, await self._ask(endpoint, fields, known), known)
 
     async def events(self, endpoint: str, fields: dict[str, Any], known: Told) -> AsyncGenerator[Answer | bytes, None]:
         """Yield the answer as a whole, or its server-sent events where the endpoint has such and they are asked for."""
         found, events = await self._ask(endpoint, fields, known), self.served[endpoint].events
         if events is None or not isinstance(found, AsyncIterator):
-            yield self._written(endpoint, fields, found, known)
+            yield await self._written(endpoint, fields, found, known)
             return
         has_begun = False
         try:
@@ -77,7 +77,7 @@ class OtherCalls:
             code, param = code_and_param(message, fields)
             return Answer(400, error_body(message, param, code))
 
-    def _written(self, endpoint: str, fields: dict[str, Any], found: Any, known: Told) -> Answer:
+    async def _written(self, endpoint: str, fields: dict[str, Any], found: Any, known: Told) -> Answer:
         """Return what SGLang answered as a whole."""
         if isinstance(found, Answer):
             return found
@@ -86,5 +86,9 @@ class OtherCalls:
         status = getattr(found, "status_code", 200)
         if status >= 400:
             return failed(status if known.sent else 400, bytes(found.body), fields)
+        write = partial(self._json, endpoint, found, known)
+        return Answer(200, await aside(write, is_long(found)), looped=known.looped)
+
+    def _json(self, endpoint: str, found: Any, known: Told) -> bytes:
         body = self.served[endpoint].write(found, known)
-        return Answer(200, json.dumps(body, allow_nan=False).encode(), looped=known.looped)
+        return body if isinstance(body, bytes) else json.dumps(body, allow_nan=False).encode()

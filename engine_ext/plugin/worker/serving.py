@@ -1,6 +1,5 @@
 """SGLang's serving of chats and completions, with long work beside the event loop (`aside.py`)."""
 
-import asyncio
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
 from engine_ext.plugin.worker import patience, tool_schemas
+from engine_ext.plugin.worker.ahead import tokenize_ahead
 from engine_ext.plugin.worker.aside import LARGE, aside
 from engine_ext.plugin.worker.logprobs import logprobs_of, with_logprobs
 from engine_ext.plugin.worker.marked import Told
@@ -158,13 +158,4 @@ def beside_the_loop(manager: Any) -> None:
         return
     manager.detokenize_logprob_tokens = TokenTexts(manager.tokenizer)
     manager.sampling_params_class = Sampling
-    tokenize = manager._tokenize_texts
-
-    async def tokenize_texts(texts: Any, is_cross_encoder: bool = False) -> Any:
-        each = [texts] if isinstance(texts, str) else texts
-        size = sum(len(part) for item in each for part in ([item] if isinstance(item, str) else item))
-        if size <= LARGE:
-            return await tokenize(texts, is_cross_encoder)
-        return await aside(lambda: asyncio.run(tokenize(texts, is_cross_encoder)), True)
-
-    manager._tokenize_texts = tokenize_texts
+    tokenize_ahead(manager)

@@ -12,10 +12,11 @@ FIELDS = (
 )
 IDS = ("prompt", "input", "items", "query", "input_ids")  # may be token ids
 CHOSEN = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/score": "items", "/v1/rerank": "documents"}
+JOINS = ("/v1/score", "/v1/rerank")  # which make a prompt of each of several texts and all other text
 
 
 class TextSize(NamedTuple):
-    """The bytes of all texts, those of the longest prompt of them, and the field that has most of these."""
+    """The bytes of all texts as often as prompts have them, of the longest prompt, and the field with most of these."""
 
     total: int
     longest: int
@@ -28,8 +29,10 @@ def text_size(endpoint: str, fields: dict[str, Any]) -> TextSize:
     Each text of a list is a prompt of its own at the endpoints that take several, beside what all of them share.
     """
     names = [name for name in (*FIELDS, "input_ids") if name in fields]
-    total = sum(_bytes(fields[name], TOKEN_BYTES if name in IDS else 0) for name in names)
+    totals = {name: _bytes(fields[name], TOKEN_BYTES if name in IDS else 0) for name in names}
     several = CHOSEN.get(endpoint, "")
+    joined = len(fields[several]) if endpoint in JOINS and isinstance(fields.get(several), list) else 1
+    total = totals.get(several, 0) + max(1, joined) * sum(size for name, size in totals.items() if name != several)
     sizes: dict[str, int] = {}
     for name in names:
         given, id_bytes = fields[name], MOST_TOKEN_BYTES if name in IDS else 0

@@ -34,3 +34,16 @@ def test_a_small_body_is_never_refused() -> None:
     with pytest.raises(Unavailable):
         body.add(1)
     body.let_go()
+
+
+def test_an_answer_counts_where_its_body_did() -> None:
+    counted = BodyBytes(4 * LARGE)
+    body = counted.body("a")
+    body.add(LARGE)
+    body.let_go()
+    body.add(2 * LARGE)  # what the project may hold
+    with pytest.raises(Unavailable):
+        counted.body("a").add(LARGE)
+    counted.body("b").add(LARGE)
+    body.let_go()
+    counted.body("a").add(LARGE)

@@ -1,0 +1,53 @@
+"""Tokenizes the texts of a long list in a thread, before SGLang tokenizes and sends them one after the other.
+
+Between two texts SGLang lets nobody else come to its loop, and must not: it looks for the answers only once all are
+sent, and loses those that came before.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import Any
+
+from engine_ext.plugin.worker.aside import LARGE, aside
+
+_known: ContextVar[dict[Any, Any] | None] = ContextVar("known", default=None)  # by text, of the task's request
+
+
+def tokenize_ahead(manager: Any) -> None:
+    """Let SGLang's tokenizer manager tokenize long texts, and long lists of short ones, in the thread."""
+    tokenize, handle = manager._tokenize_texts, manager._handle_batch_request
+
+    async def tokenize_texts(texts: Any, is_cross_encoder: bool = False) -> Any:
+        known = _known.get()
+        if known is not None and (found := known.get(_key(texts))) is not None:
+            return found
+        if _size(texts) <= LARGE:
+            return await tokenize(texts, is_cross_encoder)
+        return await aside(lambda: asyncio.run(tokenize(texts, is_cross_encoder)), True)
+
+    async def handle_batch(obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        texts = [] if obj.text is None else [obj[place].text for place in range(obj.batch_size)]
+        if sum(map(_size, texts)) > LARGE:
+            pairs = bool(getattr(obj, "is_cross_encoder_request", False))
+
+            async def all_of_them() -> dict[Any, Any]:
+                return {_key(text): await tokenize(text, pairs) for text in texts}
+
+            _known.set(await aside(lambda: asyncio.run(all_of_them()), True))
+        try:
+            async for found in handle(obj, request):
+                yield found
+        finally:
+            _known.set(None)
+
+    manager._tokenize_texts, manager._handle_batch_request = tokenize_texts, handle_batch
+
+
+def _size(texts: Any) -> int:
+    """Return the characters of a text, or of a list of texts or pairs."""
+    return len(texts) if isinstance(texts, str) else sum(map(_size, texts or ()))
+
+
+def _key(texts: Any) -> Any:
+    return texts if isinstance(texts, str) else tuple(map(_key, texts))
