@@ -209,7 +209,8 @@ def explain(error: Mapping[str, Any]) -> str:
     if error["type"] in ("too_long", "too_short"):
         least, most = error["ctx"].get("min_length"), error["ctx"].get("max_length")
         wanted = f"at least {least} must be there" if most is None else f"at most {most} are allowed"
-        return f"has {error['ctx']['actual_length']} entries; {wanted}"
+        found = error["ctx"].get("actual_length") or "too many"  # pydantic counts no further in some
+        return f"has {found} entries; {wanted}"
     if error["type"] in ("model_attributes_type", "model_type", "dict_type"):
         return "must be an object"
     return str(error["msg"]).removeprefix("Value error, ")

@@ -185,7 +185,7 @@ def set_project(
         await changes.change_project(session, project, wanted, ACTOR, int(time.time()))
 
     _run(change, data_dir)
-    list_projects(as_json)
+    list_projects(as_json, data_dir)
 
 
 @projects.command("list")

@@ -102,7 +102,9 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
     again = call("keys", "revoke", key_id, **here)
     assert (again.exit_code, "Traceback" in again.stderr) == (1, False)
     assert "2,000" in call("projects", "set", "evaluation", "--max-batches", "2000", **here).stdout
-    assert "2,000" not in call("projects", "set", "evaluation", "--max-batches", "-1", **here).stdout
+    where = ("--data-dir", here["BATCHWEAVE_DATA_DIR"])
+    there = call("projects", "set", "evaluation", "--max-batches", "-1", *where, BATCHWEAVE_DATA_DIR=str(tmp_path))
+    assert ("evaluation" in there.stdout, "2,000" in there.stdout) == (True, False)
     said = call("audit", "--project", "evaluation", **here).stdout.split()
     assert [word for word in said if word in ("project.create", "key.create", "key.revoke", "project.set")] == [
         "project.create",

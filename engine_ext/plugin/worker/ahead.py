@@ -1,5 +1,7 @@
 """Tokenizes the texts of a long list in a thread, before SGLang tokenizes and sends them one after the other.
 
+Where many prompts of other lists are in the engine, the list waits (`crowds.py`).
+
 Between two texts SGLang lets nobody else come to its loop, and must not: it looks for the answers only once all are
 sent, and loses those that came before.
 """
@@ -9,7 +11,8 @@ from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
-from engine_ext.plugin.worker.aside import LARGE, aside
+from engine_ext.plugin.worker.aside import LARGE, aside, is_online, project
+from engine_ext.plugin.worker.crowds import Crowds
 
 _known: ContextVar[dict[Any, Any] | None] = ContextVar("known", default=None)  # by text, of the task's request
 
@@ -17,6 +20,7 @@ _known: ContextVar[dict[Any, Any] | None] = ContextVar("known", default=None)  #
 def tokenize_ahead(manager: Any) -> None:
     """Let SGLang's tokenizer manager tokenize long texts, and long lists of short ones, in the thread."""
     tokenize, handle = manager._tokenize_texts, manager._handle_batch_request
+    crowds = {each: Crowds() for each in (True, False)}  # online requests wait for no batch
 
     async def tokenize_texts(texts: Any, is_cross_encoder: bool = False) -> Any:
         known = _known.get()
@@ -36,8 +40,10 @@ def tokenize_ahead(manager: Any) -> None:
 
             _known.set(await aside(lambda: asyncio.run(all_of_them()), True))
         try:
-            async for found in handle(obj, request):
-                yield found
+            count = obj.batch_size * getattr(obj, "parallel_sample_num", 1)
+            async with crowds[is_online.get()].enter(count, project.get()):
+                async for found in handle(obj, request):
+                    yield found
         finally:
             _known.set(None)
 

@@ -6,6 +6,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from sglang.srt.managers.io_struct import AbortReq
+
 from engine_ext.plugin.withdrawal import withdrawal_of
 from engine_ext.plugin.worker.marked import Told
 
@@ -51,9 +53,17 @@ class InFlight:
 
     def _end(self, known: Told) -> None:
         self._manager.abort_request(known.rid)
+        if not known.parts:
+            return
+        states, split = self._manager.rid_to_state, self._manager.logical_rid_to_child_rids
         # SGLang runs each prompt of a list as a request of its own, with an rid of this form.
-        for part in range(known.parts):
-            self._manager.abort_request(f"{known.rid}_{part}")
+        for rid in (f"{known.rid}_{part}" for part in range(known.parts)):
+            if rid in split:  # each of several answers is a request, with a name of its own
+                self._manager.abort_request(rid)
+            elif rid in states:
+                states[rid].abort_requested = True  # in case it is not sent yet
+        # An abort means all whose rid begins so. One for each would join and divide all decodes as often.
+        self._manager._dispatch_to_scheduler(AbortReq(rid=f"{known.rid}_"))
 
     async def withdraw(self, rids: Sequence[str], most: int) -> None:
         """Take up to `most` of these requests out of the engine, of those that have not begun, in this order.
