@@ -137,12 +137,14 @@ async def test_a_long_list_is_tokenized_in_a_thread_before_any_of_it_is_sent(tex
         text, batch_size, is_cross_encoder_request = texts, len(texts), isinstance(texts[0], list)
 
     batch = Batch(SimpleNamespace(text=each if isinstance(each, str) else [each]) for each in texts)
-    names = {"_tokenize_texts": tokenize, "_handle_batch_request": handle}
+    names: dict[str, Any] = {"_tokenize_texts": tokenize, "_handle_batch_request": handle}
+    names["_raise_if_logical_request_aborted"] = lambda _: None
     manager = SimpleNamespace(tokenizer=SimpleNamespace(), **names)
     beside_the_loop(manager)
     found = [each async for each in manager._handle_batch_request(batch)]
     assert found == [(each.text, batch.is_cross_encoder_request) for each in batch]
     assert threading.get_ident() not in threads
+    assert len(threads) == len({str(each) for each in texts})
 
 
 def test_a_reranker_compiles_its_template_once() -> None:

@@ -7,6 +7,7 @@ sent, and loses those that came before.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from engine_ext.plugin.worker.aside import LARGE, aside, is_online, project
 from engine_ext.plugin.worker.crowds import Crowds
 
-_known: ContextVar[dict[Any, Any] | None] = ContextVar("known", default=None)  # by text, of the task's request
+# Of the task's request: by text, what it is as tokens, as often as the text has yet to be sent.
+_known: ContextVar[dict[Any, list[Any]] | None] = ContextVar("known", default=None)
 
 
 def tokenize_ahead(manager: Any) -> None:
@@ -23,8 +25,11 @@ def tokenize_ahead(manager: Any) -> None:
     crowds = {each: Crowds() for each in (True, False)}  # online requests wait for no batch
 
     async def tokenize_texts(texts: Any, is_cross_encoder: bool = False) -> Any:
-        known = _known.get()
-        if known is not None and (found := known.get(_key(texts))) is not None:
+        known, key = _known.get(), _key(texts)
+        if known and (left := known.get(key)):
+            found = left.pop()
+            if not left:
+                del known[key]
             return found
         if _size(texts) <= LARGE:
             return await tokenize(texts, is_cross_encoder)
@@ -32,20 +37,22 @@ def tokenize_ahead(manager: Any) -> None:
 
     async def handle_batch(obj: Any, request: Any = None) -> AsyncIterator[Any]:
         texts = [] if obj.text is None else [obj[place].text for place in range(obj.batch_size)]
-        if sum(map(_size, texts)) > LARGE:
-            pairs = bool(getattr(obj, "is_cross_encoder_request", False))
+        pairs = bool(getattr(obj, "is_cross_encoder_request", False))
 
-            async def all_of_them() -> dict[Any, Any]:
-                return {_key(text): await tokenize(text, pairs) for text in texts}
+        async def all_of_them() -> dict[Any, list[Any]]:
+            counts = Counter(map(_key, texts))
+            return {key: [await tokenize(_text(key), pairs)] * count for key, count in counts.items()}
 
-            _known.set(await aside(lambda: asyncio.run(all_of_them()), True))
-        try:
-            count = obj.batch_size * getattr(obj, "parallel_sample_num", 1)
-            async with crowds[is_online.get()].enter(count, project.get()):
+        answers = obj.batch_size * getattr(obj, "parallel_sample_num", 1)
+        async with crowds[is_online.get()].enter(answers, project.get()):  # token ids take much more memory than text
+            manager._raise_if_logical_request_aborted(obj)
+            if sum(map(_size, texts)) > LARGE:
+                _known.set(await aside(lambda: asyncio.run(all_of_them()), True))
+            try:
                 async for found in handle(obj, request):
                     yield found
-        finally:
-            _known.set(None)
+            finally:
+                _known.set(None)
 
     manager._tokenize_texts, manager._handle_batch_request = tokenize_texts, handle_batch
 
@@ -57,3 +64,7 @@ def _size(texts: Any) -> int:
 
 def _key(texts: Any) -> Any:
     return texts if isinstance(texts, str) else tuple(map(_key, texts))
+
+
+def _text(key: Any) -> Any:
+    return key if isinstance(key, str) else list(map(_text, key))
