@@ -1,6 +1,7 @@
 """Tokenizes the texts of a long list in a thread, before SGLang tokenizes and sends them one after the other.
 
-Where many prompts of other lists are in the engine, the list waits (`crowds.py`).
+A long list waits, in turns of projects, while the engine has many answers of others to make: SGLang runs each prompt as
+a request of its own, and with tens of thousands each step takes seconds.
 
 Between two texts SGLang lets nobody else come to its loop, and must not: it looks for the answers only once all are
 sent, and loses those that came before.
@@ -9,12 +10,15 @@ sent, and loses those that came before.
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 from engine_ext.plugin.worker.aside import LARGE, aside, is_online, project
-from engine_ext.plugin.worker.crowds import Crowds
+from engine_ext.plugin.worker.turns import Turns
 
+FEW = 128  # answers of a request that waits for no turn
+MOST = 4096  # answers of larger ones that an engine makes at once; one that comes alone may have more
 # Of the task's request: by text, what it is as tokens, as often as the text has yet to be sent.
 _known: ContextVar[dict[Any, list[Any]] | None] = ContextVar("known", default=None)
 
@@ -22,7 +26,7 @@ _known: ContextVar[dict[Any, list[Any]] | None] = ContextVar("known", default=No
 def tokenize_ahead(manager: Any) -> None:
     """Let SGLang's tokenizer manager tokenize long texts, and long lists of short ones, in the thread."""
     tokenize, handle = manager._tokenize_texts, manager._handle_batch_request
-    crowds = {each: Crowds() for each in (True, False)}  # online requests wait for no batch
+    turns = {each: Turns(MOST) for each in (True, False)}  # online requests wait for no batch
 
     async def tokenize_texts(texts: Any, is_cross_encoder: bool = False) -> Any:
         known, key = _known.get(), _key(texts)
@@ -44,7 +48,8 @@ def tokenize_ahead(manager: Any) -> None:
             return {key: [await tokenize(_text(key), pairs)] * count for key, count in counts.items()}
 
         answers = obj.batch_size * getattr(obj, "parallel_sample_num", 1)
-        async with crowds[is_online.get()].enter(answers, project.get()):  # token ids take much more memory than text
+        turn = turns[is_online.get()].turn(project.get(), answers) if answers > FEW else nullcontext()
+        async with turn:  # and only then have token ids, which take much more memory than text
             manager._raise_if_logical_request_aborted(obj)
             if sum(map(_size, texts)) > LARGE:
                 _known.set(await aside(lambda: asyncio.run(all_of_them()), True))

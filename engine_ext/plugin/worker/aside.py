@@ -5,57 +5,17 @@ Projects take turns in front of the thread: who sends many long texts waits for 
 
 import asyncio
 import threading
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import asynccontextmanager
 from contextvars import ContextVar, copy_context
 from typing import TypeVar
+
+from engine_ext.plugin.worker.turns import Turns
 
 LOOKS_S = 1.0  # between two looks of a thread at whether its loop has ended
 LARGE = 100_000  # bytes of text that a tokenizer needs some tens of milliseconds for
 
 Found = TypeVar("Found")
-
-
-class Turns:
-    """Lets one at a time through, and of those who wait a request of the project that had its turn first."""
-
-    def __init__(self) -> None:
-        self._is_taken = False
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-
-    @asynccontextmanager
-    async def turn(self, of: str) -> AsyncGenerator[None, None]:
-        """Wait for a turn of this project, and have it during the block."""
-        if self._is_taken:
-            mine = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(of, deque()).append(mine)
-            try:
-                await mine
-            except asyncio.CancelledError:
-                if not mine.cancelled():  # it was its turn just then
-                    self._next()
-                raise
-        self._is_taken = True
-        try:
-            yield
-        finally:
-            self._next()
-
-    def _next(self) -> None:
-        while self._waiting:
-            of, theirs = next(iter(self._waiting.items()))
-            first = theirs.popleft()
-            if not theirs:
-                del self._waiting[of]
-            if first.cancelled():
-                continue
-            if theirs:
-                self._waiting.move_to_end(of)
-            first.set_result(None)
-            return
-        self._is_taken = False
 
 
 # One for online requests and one for batches: more would take the interpreter's time from the event loop.

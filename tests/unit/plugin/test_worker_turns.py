@@ -1,17 +1,17 @@
-"""Long lists of prompts enter the engine a few at a time."""
+"""Projects take turns in front of what few may use at once."""
 
 import asyncio
 
-from engine_ext.plugin.worker.crowds import SMALL, Crowds
+from engine_ext.plugin.worker.turns import Turns
 
-LONG = 2 * SMALL
+LONG = 100
 
 
 class Lists:
     """Requests that stay inside until they are let out."""
 
     def __init__(self, most: int) -> None:
-        self.crowds, self.inside = Crowds(most), list[str]()
+        self.turns, self.inside = Turns(most), list[str]()
         self.tasks = dict[str, asyncio.Task[None]]()
         self._out = dict[str, asyncio.Event]()
 
@@ -21,7 +21,7 @@ class Lists:
         await settle()
 
     async def _stay(self, name: str, project: str, answers: int) -> None:
-        async with self.crowds.enter(answers, project):
+        async with self.turns.turn(project, answers):
             self.inside.append(name)
             await self._out[name].wait()
             self.inside.remove(name)
@@ -41,11 +41,9 @@ async def test_projects_take_turns_in_front_of_the_engine() -> None:
     for name in ("a1", "a2", "a3", "a4", "b1"):
         await lists.come(name, name[0])
     assert lists.inside == ["a1", "a2"]
-    await lists.come("small", "c", SMALL)
-    assert lists.inside == ["a1", "a2", "small"]
     await lists.leave("a1")
     await lists.leave("a2")
-    assert lists.inside == ["small", "a3", "b1"], "one of each"
+    assert lists.inside == ["a3", "b1"], "one of each"
 
 
 async def test_a_list_larger_than_all_room_runs_alone() -> None:
