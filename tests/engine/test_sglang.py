@@ -69,26 +69,6 @@ def state(engine: EngineProcess[Any]) -> Any:
     return found
 
 
-async def leave_a_list(host: Any) -> Any:
-    """Ask for many long answers in one request, and hang up once some are computed; what another then waits for."""
-    prompts = [[10 + number] * 4 for number in range(300)]
-    body = {"model": NAME, "prompt": prompts, "max_tokens": 5000, "ignore_eos": True}
-    task = asyncio.create_task(host.run("/v1/completions", body, "cmpl-left", "batch"))
-    async with asyncio.timeout(120):
-        while not (await host.scheduler_states())[0]["running"]:
-            await asyncio.sleep(0.02)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        while (await host.scheduler_states())[0]["running"]:
-            await asyncio.sleep(0.02)
-    return len(host._manager.rid_to_state)
-
-
-def test_a_list_that_nobody_waits_for_ends_as_a_whole(engine: EngineProcess[Any]) -> None:
-    assert engine.do(leave_a_list) == 0
-    assert chat(engine)["status_code"] == 200
-
-
 async def compiles(_host: Any) -> bool:
     """Whether torch would compile in this process, or in one that is forked from it."""
     from torch._dynamo import config
