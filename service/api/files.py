@@ -27,7 +27,7 @@ from service.tenants.keys import Caller
 from service.tenants.quotas import check_bytes, hold, room_for_bytes
 
 FORM_OVERHEAD_BYTES = 1024 * 1024
-MOST_LISTED = 1000  # files of a page; each holds the loop for 20 us, whatever OpenAI's 10,000
+MOST_LISTED = 1000  # files of a page, which is written in the loop; OpenAI's has up to 10,000
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 

@@ -46,7 +46,7 @@ from engine_ext.step.live import LiveScan
 from engine_ext.step.tuning import MOST_MADE_WAY
 
 log = logging.getLogger(__name__)
-SOON = 64  # steps for which running requests must find room beside pinned prefixes
+PINS_LEAVE = 64  # steps for which running requests must find room beside pinned prefixes
 LOOK_AGAIN = 16  # steps between two looks at the cache for the same request
 STEP_TOKENS = 8192  # the largest step if SGLang sets none
 SWITCH_S = 0.0005  # after which a plan's thread leaves the interpreter to a step that waits for it
@@ -150,7 +150,7 @@ class Admission:
         """
         self.cache_changed |= changed
         begun = 0 if chunked is None else uncomputed_tokens(chunked)
-        needed = begun + online + SOON * (decoding + len(self.computing) + 1)
+        needed = begun + online + PINS_LEAVE * (decoding + len(self.computing) + 1)
         room = self.space.free + self.pins.tokens - needed
         if not self.waiting or not self.running or room <= 0:
             self.pins.release()
