@@ -28,7 +28,9 @@ from engine_ext.plugin.worker.cpu_defaults import CPU_DEFAULTS
 from engine_ext.plugin.worker.forking import ForkingEngine
 from engine_ext.plugin.worker.shutdown import shut_down
 
-RETUNE, ARRIVALS, LIVELY_WEIGHTS = (f"benchmarks.engine.{name}" for name in ("retune", "arrivals", "lively_weights"))
+RETUNE, ARRIVALS, LIVELY_WEIGHTS, MOST = (
+    f"benchmarks.engine.{name}" for name in ("retune", "arrivals", "lively_weights", "most")
+)
 CONTEXT = 1 << 18  # tokens
 RUNNING = 2048
 ABORTED_S = 2.0  # for requests that were aborted to say so
@@ -123,7 +125,7 @@ class BenchEngine:
         reason = overlap.against(wanted, model_path, arguments)
         if reason is not None:
             raise InputError(f"overlap {wanted.value!r} is not possible here: {reason}")
-        hooks = RETUNE, LIVELY_WEIGHTS
+        hooks = RETUNE, LIVELY_WEIGHTS, MOST
         options = Options(cost, overlap=wanted, extra_hooks=hooks, steps_file=steps_file, sm_margin=sm_margin)
         ours = {"max_running_requests": RUNNING, "max_prefill_tokens": MOST_TOKENS + RUNNING}
         return cls(model_path, options, {**ours, **overlap.ARGUMENTS[wanted], **arguments})
@@ -142,7 +144,7 @@ class BenchEngine:
     async def state(self) -> dict[str, Any]:
         """Return batchweave's part of the scheduler's state."""
         [state] = await self._manager.get_internal_state()
-        return state["batchweave"] | state.get("batchweave_arrivals", {})
+        return state["batchweave"] | state.get("batchweave_arrivals", {}) | state.get("batchweave_most", {})
 
     async def ask(self, rid: str, prompt: list[int], output: int) -> dict[str, Any]:
         """Run one online request, which has no mark of a batch; return the token ids of its `answer` and `retractions`.

@@ -22,7 +22,7 @@ from service.demo.prompts import COMPLETIONS
 from service.demo.tiny import NAME
 from tests.engine import windows
 from tests.engine.conftest import running_bench, running_engine
-from tests.engine.test_real_scan import CAPACITY, CHUNK, Requests, both_ends, documents, run_watched
+from tests.engine.test_real_scan import CAPACITY, CHUNK, Requests, both_ends, documents, run_within
 
 WAIT_S = 240
 
@@ -34,7 +34,7 @@ def bench(model: Path, arguments: dict[str, Any], log: Path) -> Generator[Any, N
     with running_bench(model, Overlap.NONE, small | arguments, log) as engine:
 
         def run(policy: str | None, requests: Requests) -> dict[str, Any]:
-            return engine.do(run_watched, Tuning(policy, CHUNK), requests)[0]
+            return engine.do(run_within, Tuning(policy, CHUNK), requests)
 
         yield run
 

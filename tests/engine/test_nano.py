@@ -23,7 +23,7 @@ from engine_ext.plugin.options import Options, Overlap
 from engine_ext.plugin.scheduler import nano
 from engine_ext.plugin.worker import overlap
 from tests.engine.conftest import running_bench
-from tests.engine.test_real_scan import CAPACITY, CHUNK, Requests, both_ends, documents, giant, run_watched
+from tests.engine.test_real_scan import CAPACITY, CHUNK, Requests, both_ends, documents, giant, run_within
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 
@@ -171,7 +171,7 @@ def run(model: Path, log: Path) -> Generator[Any, None, None]:
     with running_bench(model, Overlap.NANO, small, log) as engine:
 
         def of(requests: Requests, mixed: bool) -> dict[str, Any]:
-            found, _ = engine.do(run_watched, Tuning(None if mixed else "fcfs", CHUNK, mixed=mixed), requests)
+            found = engine.do(run_within, Tuning(None if mixed else "fcfs", CHUNK, mixed=mixed), requests)
             return found | {"state": engine.do(BenchEngine.state)}
 
         yield of
