@@ -49,7 +49,8 @@ def retune(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     policy.policy = policy._validate_and_adjust_policy("fcfs" if name == PRIORITY else name, scheduler.tree_cache)
     classes = classes_of(float(given["ttft_s"]), float(given["tpot_s"]), float(given["stronger"]))
     limit_s, price_s = (float(given[name]) or None for name in ("limit_s", "price_s"))
-    limits = Limits(limit_s, price_s, bool(given["prompts_alone"]), int(given["prompt_tokens"]) or None)
+    alone, cuts = bool(given["prompts_alone"]), bool(given["cuts_prompts"])
+    limits = Limits(limit_s, price_s, alone, cuts, int(given["prompt_tokens"]) or None)
     scheduler.batchweave_online = classes, limits
     scheduler.batchweave_admission = scheduler.batchweave_steps = None
     scheduler.batchweave_alone = bool(given["alone"])

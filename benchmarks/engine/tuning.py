@@ -27,10 +27,10 @@ class Tuning:
     `chunk` (chunked prefill size) and `ratio` (initial new token ratio) are SGLang's; the scan uses `chunk` as its
     largest step. `mixed`: decodes ride in prefill chunks. `clock`: the clock of an emulated device, which then decides
     whether decodes ride. `ttft_s` and `tpot_s` bound the tokens of online requests, and `stronger` of them those of the
-    class priority; `limit_s`, `price_s` and
-    `prompt_tokens` the steps beside them, 0 for no limit; `prompts_alone` leaves batches out of steps with online
-    prompts. `until_s`: for how long online requests arrive on a virtual clock; 0 for none. `measured`: by whose costs
-    to plan; None for those of the run before.
+    class priority; `limit_s`, `price_s` and `prompt_tokens` the steps beside them, 0 for no limit; `prompts_alone`
+    leaves batches out of steps with online prompts, and `cuts_prompts` cuts these to `limit_s`. `until_s`: for how long
+    online requests arrive on a virtual clock; 0 for none. `measured`: by whose costs to plan; None for those of the run
+    before.
     """
 
     policy: str | None = None
@@ -44,6 +44,7 @@ class Tuning:
     limit_s: float = 0.0
     price_s: float = 0.0
     prompts_alone: bool = False
+    cuts_prompts: bool = False
     prompt_tokens: int = 0
     until_s: float = 0.0
     measured: Hardware | None = None
@@ -67,6 +68,7 @@ class Tuning:
             "limit_s": self.limit_s,
             "price_s": self.price_s,
             "prompts_alone": int(self.prompts_alone),
+            "cuts_prompts": int(self.cuts_prompts),
             "prompt_tokens": self.prompt_tokens,
             "until_s": self.until_s,
         }

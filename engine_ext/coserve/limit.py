@@ -18,15 +18,18 @@ class Profiled(NamedTuple):
     seconds delay fewer tokens where few decode. `prompts_alone`: whether steps do nothing for batches while an online
     prompt waits or is computed. A first token waits for every step of its prompt, but only for the rest of one step
     before them, so leaving batches out of the prompt's steps shortens it most, and the others may be longer.
+    `cuts_prompts`: whether `limit_s` also bounds steps with online prompts while others decode, so that these prompts
+    are computed in smaller chunks. That shortens the longest times between tokens, for longer TTFT.
     """
 
     limit_s: float = math.inf
     price_s: float = math.inf
     prompts_alone: bool = False
+    cuts_prompts: bool = False
 
     def numbers(self) -> "Profiled":
         """Return the same with one type per field, so that functions compile once."""
-        return Profiled(float(self.limit_s), float(self.price_s), bool(self.prompts_alone))
+        return Profiled(float(self.limit_s), float(self.price_s), bool(self.prompts_alone), bool(self.cuts_prompts))
 
 
 NOT_PROFILED = Profiled()
@@ -43,6 +46,7 @@ class Limits:
     limit_s: float | None = None
     price_s: float | None = None
     prompts_alone: bool = False
+    cuts_prompts: bool = False
     prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,7 +60,7 @@ class Limits:
     @property
     def profiled(self) -> Profiled:
         limit_s, price_s = (math.inf if each is None else float(each) for each in (self.limit_s, self.price_s))
-        return Profiled(limit_s, price_s, self.prompts_alone)
+        return Profiled(limit_s, price_s, self.prompts_alone, self.cuts_prompts)
 
 
 NO_LIMITS = Limits()

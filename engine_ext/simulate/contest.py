@@ -85,12 +85,20 @@ def chunk_sizes(grid: Grid) -> Choices:
 
 
 def our_choices(grid: Grid) -> Choices:
-    """Return ours: no limit, a limit of a step, or a price, each with and without batches beside online prompts."""
+    """Return ours: no limit, a limit of a step, or a price, each with and without batches beside online prompts.
+
+    A limit may also cut online prompts.
+    """
     knobs = [
         knob
         for chunk in grid.chunks
-        for alone in (False, True)
-        for knob in (grid.limits(chunk, prompts_alone=alone), grid.prices(chunk, prompts_alone=alone))
+        for knob in (
+            grid.limits(chunk),
+            grid.limits(chunk, prompts_alone=True),
+            grid.limits(chunk, cuts_prompts=True),
+            grid.prices(chunk),
+            grid.prices(chunk, prompts_alone=True),
+        )
     ]
     return Choices(tuple(knobs), tuple(Settings(chunk=chunk) for chunk in grid.chunks))
 

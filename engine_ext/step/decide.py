@@ -104,7 +104,8 @@ def _online_tokens(memory: Memory, view: View, fixed: Load) -> int:
     if needs.tokens == 0:
         return 0
     alone_s = predict(memory.predictor, fixed)
-    limit_s = step_limit(view.bounds, NOT_PROFILED, needs.slack_s, alone_s, needs.decoding, False)
+    profiled = memory.profiled if memory.profiled.cuts_prompts else NOT_PROFILED
+    limit_s = step_limit(view.bounds, profiled, needs.slack_s, alone_s, needs.decoding, False)
     fitting = longest_chunk(memory.predictor, fixed, needs.before, limit_s, needs.tokens)
     return min(needs.tokens, max(fitting, LEAST_CHUNK))
 

@@ -23,6 +23,7 @@ class _Limits(msgspec.Struct, forbid_unknown_fields=True):
     limit_s: float | None = None
     price_s: float | None = None
     prompts_alone: bool = False
+    cuts_prompts: bool = False
     prompt_tokens: int | None = None
 
 
@@ -37,10 +38,9 @@ def read_slo_file(path: Path) -> tuple[SloClasses, Limits]:
     try:
         with path.open("rb") as file:
             found = msgspec.json.decode(file.read(MOST_BYTES), type=_File)
-        limits = found.profiled
         return (
             (_named(PRIORITY, found.priority or found.slo), _named(DEFAULT, found.slo), SloClass(FLEX)),
-            Limits(limits.limit_s, limits.price_s, limits.prompts_alone, limits.prompt_tokens),
+            Limits(**msgspec.structs.asdict(found.profiled)),
         )
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, InputError) as error:
         raise SettingsError(f"BATCHWEAVE_SLO_FILE: {path}: {error}") from error

@@ -17,6 +17,7 @@ from engine_ext.plugin.options import VARIABLE, Options, handed_over
         (SloClass(ttft_s=2.0, tbt_s=0.1), Limits(limit_s=0.01)),
         (SloClass(), Limits(price_s=0.1)),
         (SloClass(), Limits(prompts_alone=True)),
+        (SloClass(), Limits(limit_s=0.01, cuts_prompts=True)),
         (SloClass(), Limits(prompt_tokens=256)),
     ],
 )

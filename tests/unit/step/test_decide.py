@@ -118,6 +118,17 @@ def test_a_late_prompt_still_gets_a_page() -> None:
     assert divided(beside(prompts(500, decoding=1, slack_s=-1.0), theirs=1)).online == LEAST_CHUNK
 
 
+def test_a_limit_that_cuts_prompts_gives_them_less_of_a_step_while_others_decode() -> None:
+    view, rests = beside(prompts(1500, decoding=1, slack_s=0.03), theirs=1), np.zeros(0, dtype=np.bool_)
+
+    def online(profiled: Profiled) -> int:
+        return share(fresh(profiled), view, rests, True).online
+
+    assert LEAST_CHUNK < online(Profiled(0.01, cuts_prompts=True)) < online(Profiled(0.01)) == online(Profiled())
+    nobody = beside(prompts(1500))
+    assert share(fresh(Profiled(0.01, cuts_prompts=True)), nobody, rests, True).online == 1500
+
+
 def test_prompts_that_found_no_room_do_not_stop_batches() -> None:
     memory = fresh(Profiled(prompts_alone=True))
     first = step(beside(prompts(500), 20), memory)
