@@ -9,15 +9,15 @@ descriptors of the process.
 
 import asyncio
 import resource
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 import h11
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from service.api.pieces import PiecewiseProtocol
 from service.settings import Settings, is_loopback
 
 Client = tuple[str, int]  # address and port
@@ -29,7 +29,8 @@ BODY_BYTES = 16 * 1024
 # For which a connection stays open between two requests. A client that sends its next one while we close loses it, so
 # this is longer than clients and proxies themselves keep an idle one: 5 s (httpx, openai), 15 s (aiohttp), 60 s.
 KEPT_S = 75
-READ_S = 60.0  # in which a client must read some of a response
+READ_S = 60.0  # in which a client must read READ_BYTES or the rest of what waits for it
+READ_BYTES = 64 * 1024
 OVER = 4  # times its most without a known key an address may have, of which those above it are answered 503
 SHARE = 4  # one address may have this fraction, 1 / SHARE, of the process's descriptors
 
@@ -71,8 +72,8 @@ def _named(app: ASGIApp, client: Client) -> ASGIApp:
     return call
 
 
-class PatientProtocol(H11Protocol):
-    """An H11Protocol that does not wait indefinitely."""
+class PatientProtocol(PiecewiseProtocol):
+    """A protocol that does not wait indefinitely."""
 
     most: int = 0  # connections of one address without a known key; 0: any number
     share: int = 0  # all connections of one address
@@ -108,14 +109,16 @@ class PatientProtocol(H11Protocol):
         _forget(self.client)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
+    def take(self, data: bytes) -> None:
         was_head = self.conn.their_state is h11.IDLE
         was_between = was_head and self._timer is None
-        super().data_received(data)
+        was_answered = self.conn.our_state is h11.DONE
+        super().take(data)
         state: Any = self.conn.their_state
-        if state is h11.SEND_BODY:
+        if was_answered:  # the rest of a body that nobody reads has BODY_S in all
+            if state is not h11.SEND_BODY:
+                self._expect(None)
+        elif state is h11.SEND_BODY:
             self._come += len(data)
             if self._timer is None or was_head or self._come >= BODY_BYTES:
                 self._expect(BODY_S)
@@ -125,7 +128,8 @@ class PatientProtocol(H11Protocol):
             self._expect(HEAD_S)
 
     def on_response_complete(self) -> None:
-        self._expect(None)  # uvicorn itself closes a kept-alive connection that stays idle
+        # uvicorn itself closes a kept-alive connection that stays idle.
+        self._expect(BODY_S if self.conn.their_state is h11.SEND_BODY else None)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -139,7 +143,7 @@ class PatientProtocol(H11Protocol):
         self._reads = self.loop.call_later(READ_S, self._look_at_reads, waiting)
 
     def _look_at_reads(self, waited: int) -> None:
-        if self.transport.get_write_buffer_size() < waited:
+        if self.transport.get_write_buffer_size() <= waited - READ_BYTES:
             self._await_reads()
         else:
             self.transport.abort()
@@ -160,7 +164,9 @@ class PatientProtocol(H11Protocol):
     def _give_up(self) -> None:
         # An unread body is not the sender's fault: the reader is held up, for example by slow object storage.
         cycle: Any = self.cycle  # None before the first request
-        if cycle is not None and self.conn.their_state is h11.SEND_BODY and self.flow.read_paused:
+        is_held = self.flow.read_paused or self.has_rest
+        is_open = self.conn.our_state is not h11.DONE
+        if cycle is not None and self.conn.their_state is h11.SEND_BODY and is_held and is_open:
             self._expect(BODY_S)
         else:
             self.transport.abort()
@@ -170,7 +176,7 @@ def served(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return how uvicorn serves `app`: by h11, which bounds a request's headers."""
     most = settings.connections_per_address
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = {"most": most, "share": soft // SHARE}
+    limits: dict[str, Any] = {"most": most, "share": soft // SHARE, "turns": deque()}
     return uvicorn.Config(
         app,
         host=settings.host,
