@@ -133,6 +133,16 @@ def work_of_first(cache: Cache, node: int, tokens: int) -> float:
 
 
 @compiled
+def work_of_next(end: int, left: int, tokens: int) -> float:
+    """Return the quadratic work of the next `tokens` of the `left` last tokens of a prompt with `end` tokens.
+
+    A chunk attends to all tokens before it, so the last chunk of a prompt takes longer than the first.
+    """
+    begin = float(end - left)
+    return (begin + tokens) ** 2 - begin**2
+
+
+@compiled
 def stash(cache: Cache, leaf: int, tokens: int) -> None:
     """Record that the first `tokens` tokens of the leaf's path are cached, as SGLang caches every chunk."""
     node = leaf

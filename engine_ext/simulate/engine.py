@@ -8,7 +8,19 @@ import numpy as np
 from engine_ext.arrays import Column, Floats, Records, new_records
 from engine_ext.compiled import compiled
 from engine_ext.costs.engine_model import StepModel, compute_time, step_time
-from engine_ext.simulate.cache import Cache, Heap, empty_heap, grow, lock, make_ready, release, stash, twice, unlocked
+from engine_ext.simulate.cache import (
+    Cache,
+    Heap,
+    empty_heap,
+    grow,
+    lock,
+    make_ready,
+    release,
+    stash,
+    twice,
+    unlocked,
+    work_of_next,
+)
 
 SERIES = 1 << 16  # rows of a run's series; when all are full, every two become one
 WAITS, PREFILL, DECODE, DONE, RETRACTED = range(5)
@@ -52,7 +64,7 @@ class Engine(NamedTuple):
     """Holds the state of the engine by request.
 
     `leaf` is that of the request's prompt; `prompt` and `output` are its tokens, `generated` those so far; `state` is
-    one of WAITS to RETRACTED. `left` and `left_quadratic` are the prompt tokens and quadratic work still to compute;
+    one of WAITS to RETRACTED. `left` are the prompt tokens still to compute;
     `place` is the index in `decoding`, `ends` the decode step at which it ends, and `twice` the tokens that it
     computes although another request does too; `ended_s` is when it ended. `queue` holds requests in prefill, first
     come, first served; `prefilled`, `finished` and `retracted` hold those of the last step. `totals` is one record.
@@ -65,7 +77,6 @@ class Engine(NamedTuple):
     generated: Column
     state: Column
     left: Column
-    left_quadratic: Floats
     twice: Column
     place: Column
     ends: Column
@@ -94,7 +105,6 @@ def new_engine(leaf: Column, prompt: Column, output: Column) -> Engine:
         generated=column(),
         state=column(),
         left=column(),
-        left_quadratic=np.zeros(requests),
         twice=column(),
         place=column(),
         ends=column(),
@@ -154,10 +164,7 @@ def admit(engine: Engine, cache: Cache, heap: Heap, model: StepModel, request: i
         cache.tokens[0].computed += tokens
         cache.tokens[0].quadratic += quadratic
     tokens = max(1, tokens + generated)
-    end = float(engine.prompt[request])
-    quadratic += (end + generated) ** 2 - end**2
-    engine.left[request], engine.left_quadratic[request] = tokens, quadratic
-    engine.state[request] = PREFILL
+    engine.left[request], engine.state[request] = tokens, PREFILL
     engine.queue[totals.queue_last % len(engine.queue)] = request
     totals.queue_last += 1
     totals.pending += tokens
@@ -202,12 +209,11 @@ def _prefill(engine: Engine, budget: int) -> tuple[int, float]:
     while budget > 0 and totals.queue_first < totals.queue_last:
         request = engine.queue[totals.queue_first % len(engine.queue)]
         taken = int(min(budget, engine.left[request]))
-        part = float(engine.left_quadratic[request] * taken / engine.left[request])
+        end = int(engine.prompt[request] + engine.generated[request])
+        quadratic += work_of_next(end, int(engine.left[request]), taken)
         engine.left[request] -= taken
-        engine.left_quadratic[request] -= part
         budget -= taken
         tokens += taken
-        quadratic += part
         if engine.left[request] == 0:
             totals.queue_first += 1
             engine.prefilled[totals.prefilled] = request

@@ -13,7 +13,7 @@ from engine_ext.arrays import Bools, Column, Floats, Records, column, new_record
 from engine_ext.compiled import compiled
 from engine_ext.coserve.predictor import Load
 from engine_ext.costs.engine_model import StepModel, compute_time, step_time
-from engine_ext.simulate.cache import Cache, Heap, grow, lock, make_ready, release
+from engine_ext.simulate.cache import Cache, Heap, grow, lock, make_ready, release, work_of_next
 
 COMES, WAITS, PREFILL, DECODE, DONE = range(5)
 NOBODY = -1
@@ -23,11 +23,11 @@ class Request:
     """One request.
 
     `prompt`, `output`, `generated`: tokens. `online`: 1 if someone waits for it; `slo`: its class then. `state`: one of
-    COMES to DONE. `left`, `left_quadratic`: prompt tokens and quadratic work still to compute; `take`: prompt tokens of
-    the next step. `held`: output tokens in the KV cache; `kept`: those left there when it was taken off. `counted`:
-    output tokens when the time was over. `number`: the order of admission. `place`: its index in `decoding`. `rests`: 1
-    if the next step leaves it out; `skipped`: for how many steps running. `preempted`: how often it was taken off.
-    `gap_s`: the longest time between two of its tokens.
+    COMES to DONE. `left`: prompt tokens still to compute; `take`: prompt tokens of the next step. `held`: output tokens
+    in the KV cache; `kept`: those left there when it was taken off. `counted`: output tokens when the time was over.
+    `number`: the order of admission. `place`: its index in `decoding`. `rests`: 1 if the next step leaves it out;
+    `skipped`: for how many steps running. `preempted`: how often it was taken off. `gap_s`: the longest time between
+    two of its tokens.
     """
 
     leaf: int
@@ -51,7 +51,6 @@ class Request:
     first_s: float
     last_s: float
     gap_s: float
-    left_quadratic: float
 
 
 class Totals:
@@ -155,7 +154,7 @@ def admit(engine: SharedEngine, cache: Cache, heap: Heap, request: int, has_copi
     totals, r = engine.totals[0], engine.requests[request]
     is_kept = r.kept > 0 and cache.cached[r.leaf] and cache.extra[r.leaf] >= r.kept
     before = cache.tokens[0].locked
-    tokens, quadratic = lock(cache, heap, r.leaf)
+    tokens, _ = lock(cache, heap, r.leaf)
     if is_kept and tokens == 0:
         cache.extra[r.leaf] -= r.kept
         cache.tokens[0].evictable -= r.kept
@@ -168,10 +167,7 @@ def admit(engine: SharedEngine, cache: Cache, heap: Heap, request: int, has_copi
     if r.generated > 0 and not has_copies:
         totals.recomputed += tokens + max(0, again - 1)
     r.held, r.kept = r.generated, 0
-    end = float(r.prompt + r.generated)
-    r.left, r.left_quadratic = max(1, tokens + again), quadratic + end**2 - (end - again) ** 2
-    if has_copies and r.generated > 0:
-        r.left, r.left_quadratic = 1, 0.0
+    r.left = 1 if has_copies and r.generated > 0 else max(1, tokens + again)
     r.state, r.number, r.take = PREFILL, totals.admitted, 0
     totals.admitted += 1
     engine.prefilling[totals.prefilling] = request
@@ -264,11 +260,9 @@ def _prefill(engine: SharedEngine) -> tuple[int, float, int]:
         taken = min(r.take, r.left)
         if taken <= 0:
             continue
-        part = r.left_quadratic * taken / r.left
+        quadratic += work_of_next(r.prompt + r.generated, r.left, taken)
         r.left -= taken
-        r.left_quadratic -= part
         tokens += taken
-        quadratic += part
         prompts += 1
     return tokens, quadratic, prompts
 

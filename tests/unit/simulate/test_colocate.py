@@ -25,7 +25,7 @@ from engine_ext.simulate.measured import Measured, Settings, tokens_done
 from engine_ext.simulate.shared_engine import DECODE, DONE, PREFILL, SharedEngine
 from engine_ext.simulate.traffic import Traffic
 
-pytestmark = pytest.mark.slow  # compiling the rivals' loops takes a minute
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # compiling the rivals' loops takes a minute alone
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("h200")))
 LARGE = EngineModel.of(COST, Clock.MIXED)
@@ -139,6 +139,17 @@ def test_a_limit_keeps_every_step_beside_online_requests_short() -> None:
     free = run(found, COST, LARGE, OURS, Settings(), no_slo)
     assert ours.tbt_p99 <= max(0.005, alone.tbt_p99) * 1.01
     assert free.tbt_mean > ours.tbt_mean
+    assert ours.offline_tokens_per_s > 0
+
+
+def test_a_limit_holds_for_the_last_chunk_of_a_long_prompt_too() -> None:
+    """Each chunk attends to all tokens before it, so the later ones of a prompt may hold fewer tokens."""
+    arrivals = at_rate(np.arange(0.0, 20.0, 0.5), 2.0, 20.0, np.random.default_rng(1))
+    segments = [[(k, 30_000)] for k in range(40)] + [[(f"online {k}", 50)] for k in range(len(arrivals))]
+    output = np.full(40 + len(arrivals), 100)
+    found = Traffic.of(Prompts.of_segments(segments), output, np.full(40, 4096), arrivals)
+    ours = run(found, COST, LARGE, OURS, Settings(profiled=Profiled(0.006)), SloClass())
+    assert ours.tbt_p99 <= 0.006 * 1.01
     assert ours.offline_tokens_per_s > 0
 
 
