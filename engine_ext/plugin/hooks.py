@@ -18,6 +18,7 @@ from engine_ext.plugin.platform_entry import gpu_is_present
 from engine_ext.plugin.scheduler import (
     admission_hooks,
     blanks,
+    depth,
     emulated,
     grammars,
     loopback,
@@ -42,6 +43,7 @@ def hooks() -> list[tuple[str, Callable[..., Any], HookType]]:
     if options is None:
         return []
     found = [*report.HOOKS, *loopback.HOOKS, *steps.HOOKS, *pulse_hooks.HOOKS, *grammars.HOOKS, *blanks.HOOKS]
+    found += depth.HOOKS
     found += [*sampling.HOOKS, *looping.HOOKS, *(spaces.SHARED if options.shares_cache else spaces.APART)]
     if options.scheduling is Scheduling.DUAL_SCAN:
         found += admission_hooks.HOOKS

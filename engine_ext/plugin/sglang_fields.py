@@ -27,8 +27,8 @@ FIELDS: Mapping[str, str] = {  # by class, separated by spaces
     f"{_MANAGERS}.scheduler.Scheduler": _SCHEDULER,
     f"{_MANAGERS}.schedule_batch.Req": (
         "cached_tokens cached_tokens_device cached_tokens_host cached_tokens_storage extend_range extra_key finished"
-        " finished_reason full_untruncated_fill_ids logprob_start_len origin_input_ids output_ids prefix_indices"
-        " reset_for_retract return_logprob rid sampling_params to_finish"
+        " finished_reason full_untruncated_fill_ids get_fill_ids logprob_start_len origin_input_ids output_ids"
+        " prefix_indices req_pool_idx reset_for_retract return_logprob rid sampling_params to_finish"
     ),
     f"{_MANAGERS}.schedule_batch.ScheduleBatch": (
         "batch_is_full batch_size decoding_reqs extend_lens filter_batch forward_mode is_empty merge_batch model_config"
@@ -38,8 +38,13 @@ FIELDS: Mapping[str, str] = {  # by class, separated by spaces
         "_get_running_request_total_token_offset ceil_paged_tokens cur_rem_token_offset is_hybrid_swa page_size"
         " rem_chunk_tokens rem_total_token_offset running_batch tree_cache"
     ),
-    "sglang.srt.mem_cache.radix_cache.RadixCache": "disable is_eagle match_prefix page_size root_node supports_mamba",
-    "sglang.srt.mem_cache.radix_cache.TreeNode": "children evicted key last_access_time lock_ref parent",
+    "sglang.srt.mem_cache.radix_cache.RadixCache": (
+        "_delete_leaf disable is_eagle match_prefix page_size req_to_token_pool root_node supports_mamba"
+        " token_to_kv_pool_allocator"
+    ),
+    "sglang.srt.mem_cache.radix_cache.TreeNode": (
+        "children evicted hash_value hit_count key last_access_time lock_ref parent priority value"
+    ),
 }
 
 

@@ -7,6 +7,8 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from engine_ext.plugin.scheduler.depth import within
+
 
 class Cached(NamedTuple):
     """The tokens of a prompt in SGLang's cache: `on_device`, of which running requests use `in_use`, and `on_host`."""
@@ -50,7 +52,7 @@ def cached_tokens(tree: Any, req: Any, touches: bool = True) -> Cached:
     if tree.disable:
         return Cached(0)
     key, _ = key.maybe_to_bigram_view(tree.is_eagle)
-    key, node, on_device, on_host, in_use = key.page_aligned(tree.page_size), tree.root_node, 0, 0, 0
+    key, node, on_device, on_host, in_use = within(tree, key.page_aligned(tree.page_size)), tree.root_node, 0, 0, 0
     now = time.monotonic()
     if touches:
         node.last_access_time = now
