@@ -16,9 +16,10 @@ from enum import StrEnum
 import msgspec
 import structlog
 
-from service.objects.storage import ANSWERS_RESERVE, Storage
+from service.objects.storage import ANSWERS_RESERVE, Storage, lines_of
 
-READ_SEGMENTS = 16  # at once
+OPEN_SEGMENTS = 16  # at once; of each only the line that is read is in memory
+MOST_LINE_BYTES = 1024**3  # a longer line is damaged
 AHEAD = 4  # segments that are asked for at once; so many in a row that are not there are the end
 
 Said = Sequence[Sequence[int | None]] | None  # Slice.segments: pairs of an epoch and its segments, in order
@@ -139,20 +140,20 @@ class Shard:
         return await self.storage.has(self._key(name))
 
     async def answers(
-        self, names: Sequence[str], at_once: int = READ_SEGMENTS, gone: list[str] | None = None
+        self, names: Sequence[str], at_once: int = OPEN_SEGMENTS, gone: list[str] | None = None
     ) -> AsyncIterator[Answer]:
         """Yield the answers of these segments, in order. A request may come twice.
 
-        `at_once`: how many segments are held in memory. The keys of segments that are not there are added to `gone`;
-        without it they raise FileNotFoundError.
+        `at_once`: how many segments are asked for together. The keys of segments that are not there are added to
+        `gone`; without it they raise FileNotFoundError.
         """
         keys = [self._key(name) for name in names]
         for at in range(0, len(keys), at_once):
             chunk = keys[at : at + at_once]
             for key, segment in zip(
-                chunk, await asyncio.gather(*(self._read(each, gone) for each in chunk)), strict=True
+                chunk, await asyncio.gather(*(self._opened(each, gone) for each in chunk)), strict=True
             ):
-                for line in segment.split(b"\n"):
+                async for _, line in lines_of(segment, MOST_LINE_BYTES):
                     if line:
                         try:
                             yield _decoder.decode(line)
@@ -160,14 +161,19 @@ class Shard:
                             # A power cut tore it before it was synced, so its answers were never counted.
                             log.exception("segment is damaged", key=key)
 
-    async def _read(self, key: str, gone: list[str] | None) -> bytes:
+    async def _opened(self, key: str, gone: list[str] | None) -> AsyncIterator[bytes]:
         try:
-            return await self.storage.read(key)
+            return await self.storage.opened(key)
         except FileNotFoundError:
             if gone is None:
                 raise
             gone.append(key)
-            return b""
+            return _nothing()
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    return
+    yield
 
 
 def _name(epoch: int, number: int) -> str:

@@ -148,6 +148,11 @@ class Storage:
         parts = await self._store.get_ranges_async(key, starts=starts, lengths=lengths, coalesce=gap)
         return [bytes(part) for part in parts]
 
+    async def opened(self, key: str) -> AsyncIterator[bytes]:
+        """Ask for an object now; return its bytes in chunks, which come as they are taken. Raises FileNotFoundError."""
+        result = await self._store.get_async(key)
+        return (bytes(chunk) async for chunk in result.stream(min_chunk_size=READ_BYTES))
+
     async def stream(self, key: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
         """Yield the object's bytes [start, end) in chunks. Raises FileNotFoundError before the first chunk."""
         if end is not None:
@@ -256,16 +261,19 @@ def _sync_file(folder: Path, key: str) -> None:
 
 async def lines_of(parts: AsyncIterator[bytes], max_line_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
     """Yield each line as (byte offset, bytes without the line feed). Raises LineTooLong."""
-    offset, number, rest = 0, 1, b""
+    offset, number, rest, size = 0, 1, list[bytes](), 0  # `rest`: of a line whose end has not come yet
     async for part in parts:
-        *whole, rest = (rest + part).split(b"\n")
-        for line in whole:
+        *whole, last = part.split(b"\n")
+        for piece in whole:
+            line, rest, size = b"".join([*rest, piece]), [], 0
             if len(line) > max_line_bytes:
                 raise LineTooLong(number)
             yield offset, line
             offset += len(line) + 1
             number += 1
-        if len(rest) > max_line_bytes:
+        rest.append(last)
+        size += len(last)
+        if size > max_line_bytes:
             raise LineTooLong(number)
-    if rest:
-        yield offset, rest
+    if size:
+        yield offset, b"".join(rest)
