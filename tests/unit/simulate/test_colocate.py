@@ -144,7 +144,7 @@ def test_a_limit_keeps_every_step_beside_online_requests_short() -> None:
 
 def test_a_limit_holds_for_the_last_chunk_of_a_long_prompt_too() -> None:
     """Each chunk attends to all tokens before it, so the later ones of a prompt may hold fewer tokens."""
-    arrivals = at_rate(np.arange(0.0, 20.0, 0.5), 2.0, 20.0, np.random.default_rng(1))
+    arrivals = at_rate(np.linspace(0.0, 19.5, 40), 2.0, 20.0, np.random.default_rng(1))
     segments = [[(k, 30_000)] for k in range(40)] + [[(f"online {k}", 50)] for k in range(len(arrivals))]
     output = np.full(40 + len(arrivals), 100)
     found = Traffic.of(Prompts.of_segments(segments), output, np.full(40, 4096), arrivals)
