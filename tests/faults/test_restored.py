@@ -6,6 +6,7 @@ Needs what a PostgreSQL brings beside the server (pg_dump, pg_basebackup), which
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from service.objects.storage import Storage
 from service.settings import Settings
 from tests.conftest import Clock, new_postgres_database
 from tests.integration.harness import Harness, ScriptedEngine, all_slices_done, demo_tokenizer, jsonl, line
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 LINES = 20
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -116,7 +117,7 @@ def replicated(servers: Servers, name: str) -> Callable[[], str]:
     replica.psql("SELECT pg_reload_conf()")
 
     def promoted() -> str:
-        assert "t" in replica.psql("SELECT pg_promote(wait_seconds => 60)")
+        assert "PROMOTED" in replica.psql("SELECT CASE WHEN pg_promote(wait_seconds => 60) THEN 'PROMOTED' END")
         return url_of(replica, name)
 
     return promoted
@@ -134,7 +135,13 @@ def at_a_point(servers: Servers, name: str) -> Callable[[], str]:
                 "recovery_target_name = 'before'\nrecovery_target_action = 'promote'\n"
             )
         (base / "recovery.signal").touch()
-        return url_of(servers.start(base), name)
+        server = servers.start(base)
+        deadline = time.monotonic() + LIMIT_S
+        # It is open for reading before it is promoted.
+        while "RECOVERS" in server.psql("SELECT CASE WHEN pg_is_in_recovery() THEN 'RECOVERS' END"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return url_of(server, name)
 
     return recovered
 
