@@ -39,8 +39,8 @@ FIELDS: Mapping[str, str] = {  # by class, separated by spaces
         " rem_chunk_tokens rem_total_token_offset running_batch tree_cache"
     ),
     "sglang.srt.mem_cache.radix_cache.RadixCache": (
-        "_delete_leaf disable is_eagle match_prefix page_size req_to_token_pool root_node supports_mamba"
-        " token_to_kv_pool_allocator"
+        "_delete_leaf _record_remove_event disable is_eagle match_prefix page_size req_to_token_pool root_node"
+        " supports_mamba token_to_kv_pool_allocator"
     ),
     "sglang.srt.mem_cache.radix_cache.TreeNode": (
         "children evicted hash_value hit_count key last_access_time lock_ref parent priority value"

@@ -3,7 +3,6 @@
 import random
 from array import array
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,13 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from engine_ext.plugin.scheduler.depth import is_bounded, match, most_nodes, reach
+from engine_ext.plugin.scheduler.depth import is_bounded, match, may_insert, most_nodes, reach
 from engine_ext.plugin.scheduler.radix import cached_tokens
 from tests.engine.test_pins import Pool
+from tests.engine.test_radix import Req, nodes
 from tests.engine.test_real_scan import Real, Requests, running_real, tokens_of
 
 LONGEST = 400
-
-
-@dataclass(eq=False)
-class Req:
-    origin_input_ids: Any
-    extra_key: str | None = None
-    return_logprob: bool = False
-    logprob_start_len: int = -1
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +68,36 @@ def test_a_look_up_in_a_deep_tree_passes_no_more_nodes_than_it_may() -> None:
     assert is_bounded(tree)
     key = RadixKey(tokens, None)
     assert reach(tree, key).is_over
-    found = look_up(2000)  # all nodes are one again, but those that the last look-up passes
-    assert torch.equal(found.device_indices, torch.arange(2000))
-    assert cached_tokens(tree, Req(tokens)).tokens == 2000
-    assert not reach(tree, key).is_over
-    assert tree.evictable_size() == tree.total_size() == 2000
+    before = len(nodes(tree))
+    found = look_up(2000)
+    assert torch.equal(found.device_indices, torch.arange(len(found.device_indices)))
+    assert 1500 <= len(found.device_indices) == cached_tokens(tree, Req(tokens)).tokens < 1500 + most_nodes(2000)
+    assert len(nodes(tree)) == before, "SGLang remembers nodes while it looks others up"
+    assert may_insert(tree, key)  # all nodes are one again
+    assert torch.equal(look_up(2000).device_indices, torch.arange(2000))
+    assert cached_tokens(tree, Req(tokens)).tokens == tree.evictable_size() == tree.total_size() == 2000
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_what_may_be_inserted_is_found_as_a_whole(page: int) -> None:
+    """In a tree of prompts that begin alike, end anywhere and are locked by chance."""
+    rng = random.Random(page)
+    tree: Any = RadixCache.create_simulated(mock_allocator=Pool(), page_size=page)
+    tokens, refused = array("q", rng.choices(range(9), k=1500)), 0
+    for _ in range(1500):
+        ids = tokens[: rng.randrange(1, 1500)] + array("q", rng.choices(range(9), k=rng.randrange(3)))
+        key = RadixKey(ids, None)
+        if not may_insert(tree, key):
+            refused += 1
+            continue
+        tree.insert(InsertParams(key=key, value=torch.arange(len(ids))))
+        found = match(RadixCache.match_prefix, tree, MatchPrefixParams(key))
+        assert len(found.device_indices) == len(ids) // page * page
+        if rng.random() < 0.5:
+            tree.inc_lock_ref(found.last_device_node)
+    assert is_bounded(tree)
+    assert refused > 0
+    assert tree.total_size() == tree.evictable_size() + tree.protected_size()
 
 
 def test_where_requests_end_a_path_is_followed_up_to_the_bound() -> None:
@@ -95,7 +112,7 @@ def test_where_requests_end_a_path_is_followed_up_to_the_bound() -> None:
         ids = tokens[:size] + array("q", [5000 + size]) if size % 2 else tokens[:size]
         tree.insert(InsertParams(key=RadixKey(ids, None), value=torch.arange(len(ids))))
         if size % 2 == 0:
-            locked.append(look_up(size).last_device_node)
+            locked.append(tree.match_prefix(MatchPrefixParams(RadixKey(ids, None))).last_device_node)
             tree.inc_lock_ref(locked[-1])
     tree.insert(InsertParams(key=RadixKey(tokens, None), value=torch.arange(1000)))
     look_up(1000)
@@ -107,8 +124,10 @@ def test_where_requests_end_a_path_is_followed_up_to_the_bound() -> None:
     assert cached_tokens(tree, Req(tokens)).tokens == len(found.device_indices)
     assert len(reach(tree, RadixKey(tokens, None)).nodes) <= most_nodes(1000)
     assert tree.total_size() == tree.evictable_size() + tree.protected_size() == size
+    assert not may_insert(tree, RadixKey(tokens, None))
     for each in locked:  # then all that branches off goes, and the path is one node again
         tree.dec_lock_ref(each)
+    assert may_insert(tree, RadixKey(tokens, None))
     assert torch.equal(look_up(1000).device_indices, torch.arange(1000))
     assert tree.total_size() == tree.evictable_size() < size
 

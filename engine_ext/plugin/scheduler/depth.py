@@ -56,8 +56,12 @@ def reach(tree: Any, key: Any) -> Reach:
     return Reach(tokens, nodes, False)
 
 
-def shortened(tree: Any, key: Any) -> Reach:
-    """Follow a key; make nodes that it passes one, as long as it gets beyond the bound and that helps."""
+def _shortened(tree: Any, key: Any) -> Reach:
+    """Follow a key; make nodes that it passes one, as long as it gets beyond the bound and that helps.
+
+    Only where something is inserted: while SGLang sorts what waits, it remembers nodes that nobody has locked, and
+    ranks look up at different times but insert alike.
+    """
     found = reach(tree, key)
     while found.is_over and _join(tree, found.nodes):
         found = reach(tree, key)
@@ -92,6 +96,7 @@ def _evict(tree: Any, node: Any) -> None:
     for each in reversed(below):
         tree.token_to_kv_pool_allocator.free_segment(each.value, start_pos=0)
         tree._delete_leaf(each)
+        tree._record_remove_event(each)
 
 
 def _make_one(tree: Any, nodes: list[Any]) -> None:
@@ -110,7 +115,7 @@ def within(tree: Any, key: Any) -> Any:
     """Return the part of a key that a look-up may follow: all of it in a tree without deep paths."""
     if not _can_be_bounded(tree) or not is_bounded(tree):
         return key
-    found = shortened(tree, key)
+    found = reach(tree, key)
     return key[: found.tokens] if found.is_over else key
 
 
@@ -118,10 +123,10 @@ def match(original: Callable[..., Any], tree: Any, params: Any) -> Any:
     """Look a prompt up, no deeper than the bound."""
     if not _can_be_bounded(tree):
         return original(tree, params)
-    if is_bounded(tree) and not getattr(tree, "batchweave_inserts", False):
+    if is_bounded(tree):
         return original(tree, replace(params, key=within(tree, params.key.page_aligned(tree.page_size))))
     result: Any = original(tree, params)
-    if not is_bounded(tree) and _depth(tree, result.last_device_node) > most_nodes(len(result.device_indices)):
+    if _depth(tree, result.last_device_node) > most_nodes(len(result.device_indices)):
         tree.batchweave_deep = True
     return result
 
@@ -129,12 +134,8 @@ def match(original: Callable[..., Any], tree: Any, params: Any) -> Any:
 def cache_unfinished(original: Callable[..., Any], tree: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """Insert what a request has computed, unless its path would be too deep: then its KV cache stays its own."""
     ids = req.get_fill_ids()
-    if _may_insert(tree, ids, req):
-        tree.batchweave_inserts = True
-        try:
-            original(tree, req, *args, **kwargs)
-        finally:
-            tree.batchweave_inserts = False
+    if may_insert(tree, RadixKey(ids, req.extra_key)):
+        original(tree, req, *args, **kwargs)
         return
     own = tree.req_to_token_pool.req_to_token[req.req_pool_idx, : len(ids)]
     req.prefix_indices = own.to(dtype=torch.int64, copy=True)  # as without a radix cache, for its next chunk
@@ -145,14 +146,16 @@ def cache_finished(
 ) -> Any:
     """Insert what a request leaves, unless its path would be too deep."""
     ids = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
-    return original(tree, req, is_insert and _may_insert(tree, ids, req), kv_len_to_handle=kv_len_to_handle)
+    is_insert = is_insert and may_insert(tree, RadixKey(ids, req.extra_key))
+    return original(tree, req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
 
-def _may_insert(tree: Any, ids: Any, req: Any) -> bool:
+def may_insert(tree: Any, key: Any) -> bool:
+    """Return whether a look-up finds all of a key once it is inserted; SGLang relies on that. Shortens its path."""
     if not _can_be_bounded(tree) or not is_bounded(tree):
         return True
-    key = RadixKey(ids, req.extra_key).page_aligned(tree.page_size)
-    found = shortened(tree, key)
+    key = key.page_aligned(tree.page_size)
+    found = _shortened(tree, key)
     return not found.is_over and len(found.nodes) + (found.tokens < len(key)) <= most_nodes(len(key))
 
 
