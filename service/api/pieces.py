@@ -12,7 +12,7 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_BYTES = 4 * 1024  # of heads and chunked bodies, parsed at once: some 700 of the smallest chunks
+HEAD_BYTES = 4 * 1024  # of a head or a chunked body, parsed at once: some 700 of the smallest chunks
 BODY_BYTES = 64 * 1024  # of a body whose length is known
 
 
@@ -30,9 +30,9 @@ class _Flow(FlowControl):
 
 
 class PiecewiseProtocol(H11Protocol):
-    """An H11Protocol that parses in pieces; all heads and chunked bodies together have one in a turn of the loop."""
+    """An H11Protocol that parses in pieces; all chunked bodies together have one in a turn of the loop."""
 
-    turns: ClassVar[deque["PiecewiseProtocol"]] = deque()  # connections that wait for theirs; the first has it next
+    turns: ClassVar[deque["PiecewiseProtocol"]] = deque()  # chunked bodies that wait for theirs; the first has it next
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -47,12 +47,14 @@ class PiecewiseProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if not self._rest and len(data) <= self._most and not self._is_chunked:
-            self.take(data)
-            return
-        self.transport.pause_reading()
-        self._rest += data
-        self.parse_rest()
+        if not self._rest and not self._is_chunked:
+            most = self._most
+            self.take(data[:most])
+            data = data[most:]
+        if data and not self.transport.is_closing():
+            self.transport.pause_reading()
+            self._rest += data
+            self.parse_rest()
 
     def take(self, data: bytes) -> None:
         """Parse a piece."""
@@ -71,7 +73,7 @@ class PiecewiseProtocol(H11Protocol):
                 self.transport.resume_reading()
             return
         self._waits = True
-        if self.conn.their_state is h11.SEND_BODY and not self._is_chunked:
+        if not self._is_chunked:
             self.loop.call_soon(self._parse_piece)
             return
         self.turns.append(self)
@@ -80,10 +82,13 @@ class PiecewiseProtocol(H11Protocol):
 
     def _parse_piece(self) -> None:
         self._waits = False
-        # What comes after a whole request waits for its response.
-        if self.transport.is_closing() or self.flow.read_paused or self.conn.their_state is h11.DONE:
+        # What comes after a whole request waits for its response; after the last one nothing is read.
+        is_whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
+        if self.transport.is_closing() or self.flow.read_paused or is_whole:
             return
-        piece, self._rest = bytes(self._rest[: self._most]), self._rest[self._most :]
+        most = self._most
+        piece = bytes(self._rest[:most])
+        del self._rest[:most]
         try:
             self.take(piece)
         except BaseException:

@@ -16,10 +16,10 @@ from enum import StrEnum
 import msgspec
 import structlog
 
-from service.objects.storage import ANSWERS_RESERVE, Storage, lines_of
+from service.objects.storage import ANSWERS_RESERVE, Storage
 
-OPEN_SEGMENTS = 16  # at once; of each only the line that is read is in memory
-MOST_LINE_BYTES = 1024**3  # a longer line is damaged
+READ_SEGMENTS = 16  # at once,
+SMALL_SEGMENT = 8 * 1024 * 1024  # as far as they are no larger; of a larger one only the line that is read is in memory
 AHEAD = 4  # segments that are asked for at once; so many in a row that are not there are the end
 
 Said = Sequence[Sequence[int | None]] | None  # Slice.segments: pairs of an epoch and its segments, in order
@@ -140,20 +140,20 @@ class Shard:
         return await self.storage.has(self._key(name))
 
     async def answers(
-        self, names: Sequence[str], at_once: int = OPEN_SEGMENTS, gone: list[str] | None = None
+        self, names: Sequence[str], at_once: int = READ_SEGMENTS, gone: list[str] | None = None
     ) -> AsyncIterator[Answer]:
         """Yield the answers of these segments, in order. A request may come twice.
 
-        `at_once`: how many segments are asked for together. The keys of segments that are not there are added to
+        `at_once`: how many small segments are held in memory. The keys of segments that are not there are added to
         `gone`; without it they raise FileNotFoundError.
         """
         keys = [self._key(name) for name in names]
         for at in range(0, len(keys), at_once):
             chunk = keys[at : at + at_once]
             for key, segment in zip(
-                chunk, await asyncio.gather(*(self._opened(each, gone) for each in chunk)), strict=True
+                chunk, await asyncio.gather(*(self._read(each, gone) for each in chunk)), strict=True
             ):
-                async for _, line in lines_of(segment, MOST_LINE_BYTES):
+                async for line in self._lines(key, segment):
                     if line:
                         try:
                             yield _decoder.decode(line)
@@ -161,19 +161,23 @@ class Shard:
                             # A power cut tore it before it was synced, so its answers were never counted.
                             log.exception("segment is damaged", key=key)
 
-    async def _opened(self, key: str, gone: list[str] | None) -> AsyncIterator[bytes]:
+    async def _read(self, key: str, gone: list[str] | None) -> bytes | None:
+        """Return a small segment; None for a large one."""
         try:
-            return await self.storage.opened(key)
+            return await self.storage.read_small(key, SMALL_SEGMENT)
         except FileNotFoundError:
             if gone is None:
                 raise
             gone.append(key)
-            return _nothing()
+            return b""
 
-
-async def _nothing() -> AsyncIterator[bytes]:
-    return
-    yield
+    async def _lines(self, key: str, segment: bytes | None) -> AsyncIterator[bytes]:
+        if segment is None:  # asked for again when it is its turn, so that no connection waits for others to be read
+            async for _, line in self.storage.lines(key):
+                yield line
+            return
+        for line in segment.split(b"\n"):
+            yield line
 
 
 def _name(epoch: int, number: int) -> str:

@@ -148,10 +148,10 @@ class Storage:
         parts = await self._store.get_ranges_async(key, starts=starts, lengths=lengths, coalesce=gap)
         return [bytes(part) for part in parts]
 
-    async def opened(self, key: str) -> AsyncIterator[bytes]:
-        """Ask for an object now; return its bytes in chunks, which come as they are taken. Raises FileNotFoundError."""
+    async def read_small(self, key: str, most: int) -> bytes | None:
+        """Return the whole object, or None if it has more than `most` bytes. Raises FileNotFoundError."""
         result = await self._store.get_async(key)
-        return (bytes(chunk) async for chunk in result.stream(min_chunk_size=READ_BYTES))
+        return bytes(await result.bytes_async()) if result.meta["size"] <= most else None
 
     async def stream(self, key: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
         """Yield the object's bytes [start, end) in chunks. Raises FileNotFoundError before the first chunk."""
@@ -162,7 +162,7 @@ class Storage:
         async for chunk in result.stream(min_chunk_size=READ_BYTES):
             yield bytes(chunk)
 
-    def lines(self, key: str, max_line_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
+    def lines(self, key: str, max_line_bytes: float = math.inf) -> AsyncIterator[tuple[int, bytes]]:
         """Yield the lines of an object; see `lines_of`."""
         return lines_of(self.stream(key), max_line_bytes)
 
@@ -259,7 +259,7 @@ def _sync_file(folder: Path, key: str) -> None:
             os.close(opened)
 
 
-async def lines_of(parts: AsyncIterator[bytes], max_line_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
+async def lines_of(parts: AsyncIterator[bytes], max_line_bytes: float) -> AsyncIterator[tuple[int, bytes]]:
     """Yield each line as (byte offset, bytes without the line feed). Raises LineTooLong."""
     offset, number, rest, size = 0, 1, list[bytes](), 0  # `rest`: of a line whose end has not come yet
     async for part in parts:

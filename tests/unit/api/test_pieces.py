@@ -87,7 +87,10 @@ async def test_tiny_chunks_of_all_connections_together_have_one_piece_in_a_turn(
     assert len({turn for turn, _ in parsed}) >= len(parsed) // 2 - 4
 
 
-async def test_a_body_of_a_known_length_comes_in_large_pieces() -> None:
+async def test_a_body_of_a_known_length_comes_in_large_pieces_and_waits_for_no_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(PiecewiseProtocol, "_next_turn")
     body = bytes(1_000_000)
     async with served() as (port, parsed):
         assert await answers(port, HEAD + b"Content-Length: 1000000\r\n\r\n" + body) == [1_000_000]

@@ -6,15 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from service.objects import storage as storage_module
 from service.objects.shards import Answer, Shard, Usage
-from service.objects.storage import LineTooLong, Storage, lines_of
-
-ANSWER_BYTES = 3 * 1024 * 1024
+from service.objects.storage import READ_BYTES, LineTooLong, Storage, lines_of
 
 
-def answer(number: int) -> Answer:
-    return Answer("batch_1", number, True, Usage(), msgspec.Raw(b'"' + b"x" * ANSWER_BYTES + b'"'))
+def answer(number: int, size: int) -> Answer:
+    return Answer("batch_1", number, True, Usage(), msgspec.Raw(b'"' + b"x" * size + b'"'))
 
 
 class Watched(Storage):
@@ -22,29 +19,31 @@ class Watched(Storage):
 
     taken = 0
 
-    async def opened(self, key: str) -> AsyncIterator[bytes]:
-        return self._counted(await super().opened(key))
+    async def read_small(self, key: str, most: int) -> bytes | None:
+        found = await super().read_small(key, most)
+        self.taken += len(found or b"")
+        return found
 
-    async def _counted(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        async for chunk in chunks:
+    async def stream(self, key: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
+        async for chunk in super().stream(key, start, end):
             self.taken += len(chunk)
             yield chunk
 
 
-async def test_large_segments_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_module, "READ_BYTES", 1024 * 1024)
+@pytest.mark.parametrize("size", [3_000_000, 3_000])
+async def test_large_segments_are_not_held_in_memory(tmp_path: Path, size: int) -> None:
     store = Watched.open(tmp_path.as_uri())
     assert isinstance(store, Watched)
     shard = Shard(store, 1)
     for number in range(4):
-        await shard.write(1, number, [answer(4 * number + more) for more in range(4)])
+        await shard.write(1, number, [answer(4 * number + more, size) for more in range(4)])
     used, gone = 0, list[str]()
     names = await shard.names([(1, 5)])
     found = list[int]()
     async for each in shard.answers(names, gone=gone):
         found.append(each.request)
         used += len(each.line)
-        assert store.taken - used <= ANSWER_BYTES + 4 * 1024 * 1024
+        assert store.taken - used <= size + 4 * READ_BYTES
     assert found == list(range(16))
     assert gone == ["shards/1/00000001-00000004"]
 
