@@ -3,7 +3,8 @@
     python -m benchmarks.long_lists
 
 The tiny model on this machine's CPU, through the worker's host. Project A sends several requests at once, each a list
-of prompts, texts to embed, or items to score beside a long query, and hangs up after some seconds. B asks for one short
+of prompts, texts to embed, or items to score beside a long query, and hangs up after some seconds. In one case all its
+prompts are a chain, each the beginning of the next one. B asks for one short
 answer twice a second until five seconds later. Prints B's worst wait before and after the end, and how many of A's
 requests were answered.
 """
@@ -23,6 +24,7 @@ from service.estimates.model_costs import planning_costs
 COMPLETIONS, EMBEDDINGS, SCORE = "/v1/completions", "/v1/embeddings", "/v1/score"
 SHORT = {COMPLETIONS: {"prompt": "hi", "max_tokens": 1}, EMBEDDINGS: {"input": "hi"}}  # what B asks for
 EVERY_S, AFTER_S = 0.5, 5.0
+CHAIN = [100 + number * number % 1500 for number in range(4000)]
 
 
 class Case(NamedTuple):
@@ -33,11 +35,14 @@ class Case(NamedTuple):
     prompts: int
     leaves_s: float
     is_online: bool = False
+    is_chain: bool = False
 
     def body(self, number: int) -> dict[str, Any]:
         lists = [[100 + (number * 7 + each) % 1500] * 3 for each in range(self.prompts)]
         if self.endpoint == SCORE:
             return {"query": "the sea is blue and " * 400, "items": ["a"] * self.prompts, "label_token_ids": [5]}
+        if self.is_chain:
+            lists = [CHAIN[: number * self.prompts + each + 1] for each in range(self.prompts)]
         return {"input": lists} if self.endpoint == EMBEDDINGS else {"prompt": lists, "max_tokens": 1}
 
 
@@ -45,6 +50,7 @@ CASES = {
     COMPLETIONS: (
         Case(COMPLETIONS, 40, 1000, 10.0),
         Case(COMPLETIONS, 16, 1000, 3.0, is_online=True),
+        Case(COMPLETIONS, 50, 50, 20.0, is_chain=True),
         Case(SCORE, 6, 1000, 10.0),
     ),
     EMBEDDINGS: (Case(EMBEDDINGS, 12, 2048, 10.0), Case(EMBEDDINGS, 16, 2048, 3.0, is_online=True)),

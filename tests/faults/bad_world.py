@@ -24,7 +24,7 @@ LATEST_S = 60  # after which a listing shows an object
 LATE_S = 1.0  # for which the service waits for an object here
 LOSES = ("shards/", "plans/", "indexes/")
 FAILS = 0.3
-CALLS = ("put", "read", "read_range", "read_ranges", "has", "modified")
+CALLS = ("put", "read", "read_small", "read_range", "read_ranges", "has", "modified")
 
 
 def worsen(folder: Path, undoes: bool) -> None:
