@@ -64,11 +64,11 @@ class Engine(NamedTuple):
     """Holds the state of the engine by request.
 
     `leaf` is that of the request's prompt; `prompt` and `output` are its tokens, `generated` those so far; `state` is
-    one of WAITS to RETRACTED. `left` are the prompt tokens still to compute;
-    `place` is the index in `decoding`, `ends` the decode step at which it ends, and `twice` the tokens that it
-    computes although another request does too; `ended_s` is when it ended. `queue` holds requests in prefill, first
-    come, first served; `prefilled`, `finished` and `retracted` hold those of the last step. `totals` is one record.
-    `series` has the seconds, compute and reads of intervals of steps.
+    one of WAITS to RETRACTED. `left` are the prompt tokens still to compute; `place` is the index in `decoding`, `ends`
+    the decode step at which it ends, and `twice` the tokens that it computes although another request does too;
+    `ended_s` is when it ended. `queue` holds requests in prefill, first come, first served; `prefilled`, `finished` and
+    `retracted` hold those of the last step. `totals` is one record. `series` has the seconds, compute and reads of
+    intervals of steps.
     """
 
     leaf: Column
