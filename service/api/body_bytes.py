@@ -1,30 +1,56 @@
-"""Bounds the bytes of online requests, and of whole answers that nobody reads, in a process of the API."""
+"""Bounds what a process of the API holds for its clients: online requests, answers that nobody reads, and transfers."""
 
+import math
 from collections import Counter
+from collections.abc import AsyncIterator, Generator
+from contextlib import contextmanager
 
 from service.errors import Unavailable
+from service.objects.storage import PART_BYTES
 
 SMALL_BYTES = 64 * 1024  # up to which a body is never refused for those of others
 MOST_BYTES = 512 * 1024 * 1024
+DOWNLOAD_BYTES = 256 * 1024  # that a download holds: pieces here and in the connection, and what the store reads ahead
+UPLOAD_BYTES = PART_BYTES  # that an upload holds: what comes is written in parts
 SHARE = 2  # one project may have this fraction, 1 / SHARE, of MOST_BYTES
 
 
 class BodyBytes:
-    """Counts the bytes of large bodies, by project, until their answers begin, and of large answers until their end."""
+    """Counts bytes by project: of large bodies until their answers begin, of answers and transfers until their end."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
         self._of: Counter[str] = Counter()
 
-    def body(self, project_id: str) -> "CountedBody":
-        """Return the count of a body that will come."""
-        return CountedBody(self, project_id)
+    def body(self, project_id: str, most: float = math.inf) -> "CountedBody":
+        """Return the count of a body that will come, of which at most `most` bytes are held at once."""
+        return CountedBody(self, project_id, most)
+
+    @contextmanager
+    def upload(self, project_id: str) -> Generator["CountedBody", None, None]:
+        """Count an upload as it comes, up to UPLOAD_BYTES."""
+        counted = self.body(project_id, UPLOAD_BYTES)
+        try:
+            yield counted
+        finally:
+            counted.let_go()
+
+    @contextmanager
+    def download(self, project_id: str) -> Generator[None, None, None]:
+        """Count a download. Raises Unavailable."""
+        self.move(project_id, DOWNLOAD_BYTES)
+        try:
+            yield
+        finally:
+            self.move(project_id, -DOWNLOAD_BYTES)
 
     def move(self, project_id: str, more: int) -> None:
         """Count bytes that come, or go if `more` is below 0. Raises Unavailable for more than may come now."""
         is_full = self._of[project_id] + more > self._most // SHARE or self._of.total() + more > self._most
         if more > 0 and is_full:
-            message = "The service holds as many large requests as it can. Try again when some are answered."
+            message = (
+                "The service holds as many large requests and transfers as it can. Try again when some have ended."
+            )
             raise Unavailable(message, code="overloaded")
         self._of[project_id] += more
         if not self._of[project_id]:
@@ -34,17 +60,24 @@ class BodyBytes:
 class CountedBody:
     """Counts the bytes of one body while it comes, then those of its answer."""
 
-    def __init__(self, body_bytes: BodyBytes, project_id: str) -> None:
+    def __init__(self, body_bytes: BodyBytes, project_id: str, most: float) -> None:
         self._all = body_bytes
         self._project_id = project_id
+        self._most = most
         self._come = self._counted = 0
 
     def add(self, more: int) -> None:
         """Count a piece. Raises Unavailable if there is no room for it."""
-        self._come += more
-        if self._come > SMALL_BYTES:
+        self._come = int(min(self._come + more, self._most))
+        if self._come > SMALL_BYTES and self._come > self._counted:
             self._all.move(self._project_id, self._come - self._counted)
             self._counted = self._come
+
+    async def stream(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield pieces, and count them."""
+        async for piece in pieces:
+            self.add(len(piece))
+            yield piece
 
     def let_go(self) -> None:
         """Count the body no more; a second call changes nothing."""

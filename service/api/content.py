@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy import select
+from starlette.types import Receive, Scope, Send
 
 from service import ids
 from service.api.batches import find_batch
@@ -23,6 +24,7 @@ from service.objects.early_results import Size, run_sizes
 from service.objects.storage import file_key
 from service.tenants.keys import Caller
 
+PIECE_BYTES = 64 * 1024  # of a download, which a slow client has this process hold
 GROWING = "batchweave-growing"  # header: whether more bytes may follow these later
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
@@ -34,10 +36,10 @@ async def get_content(file_id: ObjectId, request: Request, context: InContext, c
     early = ids.early_file(file_id)
     if early is not None:
         return await _early_content(*early, request, context, caller)
-    return _whole(await find_file(context, caller, file_id), request, context)
+    return _whole(await find_file(context, caller, file_id), request, context, caller)
 
 
-def _whole(file: File, request: Request, context: Context) -> Response:
+def _whole(file: File, request: Request, context: Context, caller: Caller) -> Response:
     # A file never changes, so its id is its version.
     headers = {"Accept-Ranges": "bytes", "ETag": f'"{file.id}"', "Content-Disposition": attachment(file.filename)}
     if request.headers.get("if-none-match") in ("*", headers["ETag"]):
@@ -46,7 +48,8 @@ def _whole(file: File, request: Request, context: Context) -> Response:
     if request.headers.get("if-range", headers["ETag"]) != headers["ETag"]:
         wanted = None
     span = _Span.of(wanted, file.size_bytes, headers)
-    return _answer(context.storage.stream(file_key(file.id), span.start, span.end), span, str(file.size_bytes), headers)
+    content = context.storage.stream(file_key(file.id), span.start, span.end, PIECE_BYTES)
+    return _answer(content, span, str(file.size_bytes), headers, context.body_bytes.download(caller.project.id))
 
 
 async def _early_content(
@@ -62,7 +65,7 @@ async def _early_content(
     if batch.status not in LIVE:
         file_id = batch.output_file_id if is_output else batch.error_file_id
         if file_id is not None:
-            return _whole(await find_file(context, caller, file_id), request, context)
+            return _whole(await find_file(context, caller, file_id), request, context, caller)
     elif batch.output_order == OutputOrder.INPUT:
         message = f"The results of {batch_id} come in input order, so they are readable only once it is finished."
         raise BadRequest(message, code="batch_not_ended", param="id")
@@ -74,7 +77,8 @@ async def _early_content(
         "Content-Disposition": attachment(f"{batch_id}_{'output' if is_output else 'error'}.jsonl"),
     }
     span = _Span.of(request.headers.get("range"), size, headers)
-    return _answer(_growing(context, batch_id, sizes, is_output, span), span, "*", headers)
+    content = _growing(context, batch_id, sizes, is_output, span)
+    return _answer(content, span, "*", headers, context.body_bytes.download(caller.project.id))
 
 
 def attachment(name: str) -> str:
@@ -144,16 +148,34 @@ class _Span:
         return cls(start, end, True)
 
 
-def _answer(content: AsyncIterator[bytes], span: _Span, size: str, headers: dict[str, str]) -> Response:
+class Download(StreamingResponse):
+    """Streams a file, and is counted while it does."""
+
+    counted: AbstractContextManager[None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.counted:
+            await super().__call__(scope, receive, send)
+
+
+def _answer(
+    content: AsyncIterator[bytes],
+    span: _Span,
+    size: str,
+    headers: dict[str, str],
+    counted: AbstractContextManager[None],
+) -> Response:
     headers["Content-Length"] = str(span.end - span.start)
     if span.is_part:
         headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{size}"
-    return StreamingResponse(
+    response = Download(
         content if span.start < span.end else _nothing(),
         status_code=206 if span.is_part else 200,
         media_type="application/octet-stream",
         headers=headers,
     )
+    response.counted = counted
+    return response
 
 
 async def _nothing() -> AsyncIterator[bytes]:

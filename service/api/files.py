@@ -58,7 +58,8 @@ async def create_file(request: Request, context: InContext, caller: CalledBy) ->
         expected = min(limit, MOST_UNPACKED * announced) if announced else limit
         async with context.storage.writer(file_key(file_id), expected) as writer:
             text = PlainText(watched(context, writer.write), limit)
-            form = await reader.read(request.stream(), text.write)
+            with context.body_bytes.upload(caller.project.id) as counted:
+                form = await reader.read(counted.stream(request.stream()), text.write)
             if form.filename is None:
                 message = "The form has no part named 'file'."
                 raise BadRequest(message, code="missing_required_parameter", param="file")

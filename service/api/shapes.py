@@ -128,6 +128,11 @@ class Cause(BaseModel):
     count: int
     custom_ids: list[str]
 
+    @classmethod
+    def of(cls, cause: dict[str, Any], is_listed: bool) -> "Cause":
+        found = cls(**cause)
+        return found.model_copy(update={"custom_ids": found.custom_ids[:1]}) if is_listed else found
+
 
 class UnknownParameter(BaseModel):
     """A parameter of the bodies of `lines` that is ignored, or does not do all that it says; the lines run anyway."""
@@ -238,7 +243,10 @@ class BatchExtras(BaseModel):
         "a schema that no grammar enforces; once the file is checked; at most 16, those first that may be mistakes"
     )
     unknown_fields: list[UnknownField] = Field(description="Fields of the create that were ignored; at most 16")
-    failures: list[Cause] = Field(description="Causes of the failed requests, once the batch is finished")
+    failures: list[Cause] = Field(
+        description="Causes of the failed requests, once the batch is finished; in lists the ten largest, with one "
+        "custom_id each"
+    )
     outcomes: Outcomes
     outcome_warnings: list[str] = Field(
         description="A sentence for each outcome but ok that more than 5% of the answers have; from 20 answers on, and "
@@ -246,7 +254,9 @@ class BatchExtras(BaseModel):
     )
 
     @classmethod
-    def of(cls, batch: Batch, counts: Counts, found: Standing, hour_price: float | None) -> "BatchExtras":
+    def of(
+        cls, batch: Batch, counts: Counts, found: Standing, hour_price: float | None, most_causes: int | None
+    ) -> "BatchExtras":
         work, preview = work_of(batch), Preview.of(batch)
         gpu_s = work.gpu_s if work is not None and found.is_timed else None
         cost = None if gpu_s is None or hour_price is None else gpu_s / 3600 * hour_price
@@ -274,7 +284,7 @@ class BatchExtras(BaseModel):
             early_error_file_id=early[1],
             unknown_parameters=[UnknownParameter(**each) for each in batch.unknown_parameters or []],
             unknown_fields=[UnknownField(**each) for each in batch.unknown_fields or []],
-            failures=[Cause(**cause) for cause in batch.causes or []],
+            failures=[Cause.of(cause, most_causes is not None) for cause in (batch.causes or [])[:most_causes]],
             outcomes=Outcomes.of(counts),
             outcome_warnings=words_of(counts, batch.status in TERMINAL),
         )
@@ -345,7 +355,7 @@ class BatchObject(BaseModel):
                 total_tokens=counts.input_tokens + counts.output_tokens,
             ),
             metadata=batch.custom_metadata,
-            batchweave=BatchExtras.of(batch, counts, found, hour_price),
+            batchweave=BatchExtras.of(batch, counts, found, hour_price, most_errors),
         )
 
 

@@ -1,7 +1,9 @@
 """/v1/uploads: upload a file in parts, which may come in parallel or repeatedly; complete joins the parts it lists."""
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Request
 from sqlalchemy import func, select, update
@@ -30,6 +32,7 @@ MAX_PARTS = 10_000
 MAX_PARTS_RATIO = 2  # of all parts' bytes to the upload's; a part that is sent again counts again
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
+_joined = WeakValueDictionary[str, asyncio.Lock]()  # by upload, while somebody completes it here
 
 
 @router.post("")
@@ -74,7 +77,8 @@ async def create_part(upload_id: ObjectId, request: Request, context: InContext,
     key = part_key(upload_id, part_id)
     try:
         async with context.storage.writer(key) as writer:
-            form = await reader.read(request.stream(), watched(context, writer.write))
+            with context.body_bytes.upload(caller.project.id) as counted:
+                form = await reader.read(counted.stream(request.stream()), watched(context, writer.write))
             if form.filename is None:
                 raise BadRequest("The form has no part named 'data'.", code="missing_required_parameter", param="data")
             if not form.size_bytes:
@@ -110,6 +114,13 @@ async def complete_upload(
     upload_id: ObjectId, body: CompleteUpload, context: InContext, caller: CalledBy
 ) -> UploadObject:
     """Join the listed parts into a file. Completing again, for example after a lost response, returns the same file."""
+    # Two calls would join its parts twice, on the disk at once.
+    lock = _joined.setdefault(upload_id, asyncio.Lock())
+    async with lock:
+        return await _complete(upload_id, body, context, caller)
+
+
+async def _complete(upload_id: str, body: CompleteUpload, context: Context, caller: Caller) -> UploadObject:
     upload, file = await _find(context, caller, upload_id)
     if upload.status == UploadStatus.COMPLETED:
         return UploadObject.of(upload, file)

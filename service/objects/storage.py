@@ -153,13 +153,15 @@ class Storage:
         result = await self._store.get_async(key)
         return bytes(await result.bytes_async()) if result.meta["size"] <= most else None
 
-    async def stream(self, key: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
+    async def stream(
+        self, key: str, start: int = 0, end: int | None = None, chunk_bytes: int = READ_BYTES
+    ) -> AsyncIterator[bytes]:
         """Yield the object's bytes [start, end) in chunks. Raises FileNotFoundError before the first chunk."""
         if end is not None:
             result = await self._store.get_async(key, options={"range": (start, end)})
         else:
             result = await self._store.get_async(key, options={"range": {"offset": start}} if start else {})
-        async for chunk in result.stream(min_chunk_size=READ_BYTES):
+        async for chunk in result.stream(min_chunk_size=chunk_bytes):
             yield bytes(chunk)
 
     def lines(self, key: str, max_line_bytes: float = math.inf) -> AsyncIterator[tuple[int, bytes]]:

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import insert, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from service.api.batches import LISTED_ERRORS
 from service.api.files import MOST_LISTED
 from service.api.pages import page_rows
 from service.db.sessions import Database
@@ -63,3 +64,22 @@ def test_one_page_never_holds_ten_thousand_files(database: Database, url: str) -
         rest = client.get("/v1/files", params={"limit": 10_000, "after": page["last_id"]}).json()
     assert [each["id"] for each in rest["data"]] == [f"file-{number:04}" for number in (4, 3, 2, 1, 0)]
     assert not rest["has_more"]
+
+
+def test_a_list_has_few_causes_of_each_batch(database: Database, url: str) -> None:
+    causes = [
+        {"status_code": 400, "code": "c", "message": "m", "count": 50 - n, "custom_ids": ["a", "b", "c"]}
+        for n in range(50)
+    ]
+
+    async def add() -> None:
+        row = {**A_BATCH, "id": "batch_1", "project_id": DEFAULT_PROJECT, "causes": causes}
+        async with database.write() as session:
+            await session.execute(insert(Batch), [row])
+
+    asyncio.run(add())
+    with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
+        [listed] = client.get("/v1/batches").json()["data"]
+        alone = client.get("/v1/batches/batch_1").json()
+    assert alone["batchweave"]["failures"] == causes
+    assert listed["batchweave"]["failures"] == [{**cause, "custom_ids": ["a"]} for cause in causes[:LISTED_ERRORS]]

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from service.api import uploads
 from service.db.sessions import Database
 from service.jobs.expiry import Expiry
 from service.jobs.sweeper import Sweeper
@@ -76,7 +77,16 @@ def test_parts_come_in_parallel_and_are_joined_as_named(client: openai.OpenAI) -
     assert len(client.files.list().data) == 1
 
 
-def test_completions_at_once_make_one_file(client: openai.OpenAI, settings: Settings) -> None:
+def test_completions_at_once_make_one_file(
+    client: openai.OpenAI, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined, join = list[str](), uploads._join  # pyright: ignore[reportPrivateUsage]
+
+    async def counted(context: Any, upload: Any, *rest: Any) -> Any:
+        joined.append(upload.id)
+        return await join(context, upload, *rest)
+
+    monkeypatch.setattr(uploads, "_join", counted)
     upload_id = begin(client)
     part = client.uploads.parts.create(upload_id, data=DATA).id
 
@@ -86,6 +96,7 @@ def test_completions_at_once_make_one_file(client: openai.OpenAI, settings: Sett
     with ThreadPoolExecutor() as pool:
         files = list(pool.map(complete, range(4)))
     assert len({file.id for file in files}) == 1
+    assert joined == [upload_id]  # the others would have taken its room on the disk, too
     assert [path.name for path in (settings.data_dir / "objects" / "files").iterdir()] == [files[0].id]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.api.body_bytes import SMALL_BYTES, BodyBytes
+from service.api.body_bytes import DOWNLOAD_BYTES, SMALL_BYTES, UPLOAD_BYTES, BodyBytes
 from service.errors import Unavailable
 
 LARGE = 4 * SMALL_BYTES
@@ -47,3 +47,18 @@ def test_an_answer_counts_where_its_body_did() -> None:
     counted.body("b").add(LARGE)
     body.let_go()
     counted.body("a").add(LARGE)
+
+
+def test_transfers_count_what_they_hold() -> None:
+    counted = BodyBytes(2 * (UPLOAD_BYTES + DOWNLOAD_BYTES))
+    with counted.upload("a") as upload:
+        for _ in range(10):
+            upload.add(UPLOAD_BYTES)  # it is written as it comes
+        with counted.download("a"):
+            with pytest.raises(Unavailable), counted.download("a"):
+                pass
+            with counted.download("b"):
+                pass
+    for _ in range(2):  # all are let go
+        with counted.upload("a") as upload, counted.download("a"):
+            upload.add(UPLOAD_BYTES)
