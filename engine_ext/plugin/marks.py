@@ -3,6 +3,7 @@
 import logging
 import math
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from engine_ext.coserve.slo import DEFAULT
@@ -29,6 +30,7 @@ class Terms(NamedTuple):
     `due`: when it must have ended, by time.monotonic. `lengths`: the profile of earlier answers to requests like it
     (plan/memory.py). `project`: whose request it is, with whose others alone it shares the KV cache. `stops_loops`: its
     answer ends where it repeats itself. `thinking_tokens`: how many it may think; None is as many as it likes.
+    `weight`: the project's share beside other projects.
     """
 
     due: float = math.inf
@@ -36,6 +38,7 @@ class Terms(NamedTuple):
     project: str = ""
     stops_loops: bool = False
     thinking_tokens: int | None = None
+    weight: float = 1.0
 
 
 NO_TERMS = Terms()
@@ -46,6 +49,8 @@ def marks(kind: str, terms: Terms = NO_TERMS) -> dict[str, Any]:
     given: dict[str, Any] = {KIND: kind}
     if terms.project:
         given[PROJECT] = terms.project
+    if terms.weight != 1.0:
+        given[WEIGHT] = terms.weight
     if not math.isinf(terms.due):
         given[DUE] = terms.due
     if terms.lengths:
@@ -64,7 +69,7 @@ def online_marks(slo: str, project: str = "", weight: float = 1.0) -> dict[str, 
 
 
 def weight_of(req: Any) -> float:
-    """Return the weight of the project of an online request in the scheduler."""
+    """Return the weight of the project of a request in the scheduler."""
     given: Any = req.sampling_params.custom_params
     weight = given.get(WEIGHT, 1.0) if isinstance(given, dict) else 1.0
     return float(weight) if isinstance(weight, int | float) and weight > 0 else 1.0
@@ -74,6 +79,11 @@ def project_of(req: Any) -> str:
     """Return whose request it is in the scheduler; "" if nobody said."""
     given: Any = req.sampling_params.custom_params
     return str(given.get(PROJECT, "")) if isinstance(given, dict) else ""
+
+
+def number_of(name: str) -> int:
+    """Return a number that two names hardly share, the same on all ranks."""
+    return int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=7).digest())
 
 
 def slo_of(req: Any) -> str:

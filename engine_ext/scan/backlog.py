@@ -34,6 +34,7 @@ from engine_ext.scan.events import (
     Event,
 )
 from engine_ext.scan.footprint import output_tokens
+from engine_ext.scan.projects import Owner, ProjectTimes
 from engine_ext.scan.replan import Progress, plan_backlog
 from engine_ext.scan.state import State, StepCosts
 from engine_ext.scan.tiers import Urgency
@@ -60,6 +61,7 @@ class Added(NamedTuple):
     due: float
     apart: bool
     profile: Profile | None
+    owner: Owner
 
 
 class Running(NamedTuple):
@@ -131,7 +133,8 @@ class Row:
 
     `came`: its number in the order in which requests came. `tokens`: output tokens so far. `status`: FREE, WAITS, RUNS
     or ENDED. `prefilled`: 1 if its prompt is computed. `overtaken`: how many requests that came later were admitted
-    before it; `since`: since when there are any.
+    before it; `since`: since when there are any. `fresh`: see `Ends`. `charged_s`: the work that was counted for its
+    project.
     """
 
     came: int
@@ -143,8 +146,12 @@ class Row:
     prefilled: int
     overtaken: int
     apart: int
+    project: int
+    fresh: int
     due: float
     since: float
+    weight: float
+    charged_s: float
 
 
 @dataclass(slots=True)
@@ -157,6 +164,7 @@ class Planner:
     _rows: Records[Row] = field(default_factory=lambda: new_records(Row, 0))
     _prompts: list[TokenIds] = field(default_factory=list[TokenIds])
     _profiles: list[Profile | None] = field(default_factory=list["Profile | None"])
+    _projects: ProjectTimes = field(default_factory=ProjectTimes)
     _came: int = 0
 
     def plan(self, told: Told) -> Plan:
@@ -188,6 +196,7 @@ class Planner:
         replanned = plan_backlog(tree, groups, progress, self.cost, told.costs, self.generator, self.share)
         places = np.full(len(rows), -1, dtype=np.int64)
         places[numbers] = np.arange(len(numbers))
+        rows["fresh"][numbers] = column(replanned.state.requests, "fresh")[: len(numbers)]
         return Plan(replanned.state, numbers, places, progress.learned, told.now + replanned.look_again_s)
 
     def _add(self, added: list[Added]) -> None:
@@ -203,9 +212,11 @@ class Planner:
         rows: Any = self._rows
         for name in ("cap", "known", "kind", "due", "apart"):
             rows[name][numbers] = [getattr(each, name) for each in added]
+        rows["project"][numbers] = [each.owner.project for each in added]
+        rows["weight"][numbers] = [each.owner.weight for each in added]
         rows["came"][numbers] = self._came + np.arange(len(added))
         rows["status"][numbers], rows["since"][numbers] = WAITS, np.inf
-        for name in ("tokens", "prefilled", "overtaken"):
+        for name in ("tokens", "prefilled", "overtaken", "fresh", "charged_s"):
             rows[name][numbers] = 0
         for each in added:
             self._prompts[each.number], self._profiles[each.number] = each.prompt, each.profile
@@ -222,6 +233,7 @@ class Planner:
         counts = HAS_TOKENS[kinds]
         rows["tokens"][numbers[counts]] = values[counts]
         rows["tokens"][told.running.numbers] = told.running.tokens
+        self._charge(np.union1d(numbers, told.running.numbers))
         for number in numbers[AFTER[kinds] == FREE].tolist():
             self._prompts[number], self._profiles[number] = _NOBODY, None
         overtakers = np.sort(rows["came"][numbers[kinds == ADMITTED]])
@@ -229,6 +241,17 @@ class Planner:
         behind = (later > 0) & (rows["status"] == WAITS)
         rows["overtaken"][behind] += later[behind]
         rows["since"][behind] = np.minimum(rows["since"][behind], told.now)
+
+    def _charge(self, numbers: Column) -> None:
+        """Count for their projects what these requests took since they were counted last."""
+        rows: Any = self._rows
+        begun = numbers[(rows["tokens"][numbers] > 0) | (rows["prefilled"][numbers] == 1)]
+        prompt = np.array([len(self._prompts[number]) for number in begun.tolist()], dtype=np.int64)
+        tokens, cached = rows["tokens"][begun], np.maximum(prompt - rows["fresh"][begun], 0)
+        took_s = self.cost.compute_s(prompt, tokens) - self.cost.saved_s(cached) + self.cost.memory_s(prompt, tokens)
+        more_s = np.maximum(took_s - rows["charged_s"][begun], 0.0)  # a retraction takes back what was counted
+        self._projects.charge(rows["project"][begun], more_s / rows["weight"][begun])
+        rows["charged_s"][begun] += more_s
 
     def _urgency(self, numbers: Column, told: Told) -> Urgency:
         """Return the deadlines of these requests, and which of them have waited for too long.
@@ -239,7 +262,10 @@ class Planner:
         rows: Any = self._rows
         overtaken, since = rows["overtaken"][numbers], rows["since"][numbers]
         aged: Bools = (overtaken >= MOST_OVERTAKEN) | (told.now - since >= LONGEST_WAIT_S)
-        return Urgency(rows["due"][numbers] - told.now, aged, told.slowness, rows["apart"][numbers])
+        ahead, here = np.zeros(len(numbers), dtype=np.bool_), np.flatnonzero(rows["status"][numbers] != ENDED)
+        runs = rows["status"][numbers[here]] == RUNS
+        ahead[here] = self._projects.ahead(rows["project"][numbers[here]], runs, told.slowness)
+        return Urgency(rows["due"][numbers] - told.now, aged, told.slowness, rows["apart"][numbers], ahead)
 
 
 _NOBODY: TokenIds = np.zeros(0, dtype=np.uint32)

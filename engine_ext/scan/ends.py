@@ -52,7 +52,7 @@ def two_ends(
     order = scan.tree.order[places]
     meeting = meeting_place(excess_s(compute[places], memory[places]))
     total_s = float(max(compute[places].sum(), memory[places].sum()))
-    tier = (urgency or Urgency.none(len(scan.tree.order))).tiers(total_s)
+    tier = (urgency or Urgency.none(len(scan.tree.order))).tiers(total_s, waits)
     # Stable, so that inside a tier each end keeps its order, and with it shared prefixes.
     by_tier = np.argsort(tier[order[:meeting]], kind="stable"), np.argsort(tier[order[meeting:]][::-1], kind="stable")
     places = np.concatenate([places[:meeting][by_tier[0]], places[meeting:][::-1][by_tier[1]][::-1]])

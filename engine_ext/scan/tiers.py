@@ -23,19 +23,22 @@ class Urgency(NamedTuple):
     `due_s`: float64 [requests], seconds from now until it must have ended; infinite for none. `aged`: bool [requests],
     whether too many requests that came later have gone before it. `slowness`: seconds that the engine takes for a
     second of the cost model. `apart`: int64 [requests], 1 for those that go behind the others of their urgency.
+    `ahead`: bool [requests], those of projects that had more than their share, which go before nobody else's; see
+    projects.py.
     """
 
     due_s: Floats
     aged: Bools
     slowness: float = 1.0
     apart: Column | int = 0
+    ahead: Bools | None = None
 
     @classmethod
     def none(cls, requests: int) -> "Urgency":
         return cls(np.full(requests, np.inf), np.zeros(requests, dtype=np.bool_))
 
-    def tiers(self, total_s: float) -> Column:
-        """Return each request's tier; `total_s` is the work of all requests by the cost model.
+    def tiers(self, total_s: float, waits: Bools | None = None) -> Column:
+        """Return each request's tier; `total_s` is the work of all requests that wait, by the cost model.
 
         A deadline that the order without tiers might miss counts to a quarter of an octave, so that such deadlines are
         met about in their order. Others count by pools, as in the service's queue. A deadline that has passed cannot be
@@ -46,7 +49,11 @@ class Urgency(NamedTuple):
         tiers = np.where(self.aged, np.minimum(pools, AGED), pools)
         with np.errstate(invalid="ignore"):
             near = np.floor(TIERS_PER_DOUBLING * np.log2(np.clip(due_s, SHORTEST_S, 1e12)))
-        return np.where(due_s < HASTE * self.slowness * total_s, near, tiers + self.apart).astype(np.int64)
+        tiers = np.where(due_s < HASTE * self.slowness * total_s, near, tiers + self.apart).astype(np.int64)
+        if self.ahead is None or not self.ahead.any():
+            return tiers
+        others = ~self.ahead if waits is None else ~self.ahead & waits
+        return np.where(self.ahead, np.maximum(tiers, tiers[others].max(initial=0)), tiers)
 
     def look_again_s(self, total_s: float, waits: Bools) -> float:
         """Return the seconds after which a deadline of a waiting request may be threatened that is not yet.

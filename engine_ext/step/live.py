@@ -40,6 +40,7 @@ from engine_ext.scan.events import (
     table_of,
 )
 from engine_ext.scan.members import Member, Members
+from engine_ext.scan.projects import NOBODY, Owner
 from engine_ext.scan.replan import answers_before_next, is_outdated
 from engine_ext.scan.slowness import Slowness, step_s
 from engine_ext.scan.state import NO_REQUEST, Backlog, State, StepCosts
@@ -116,15 +117,16 @@ class LiveScan:
         due: float = math.inf,
         apart: bool = False,
         profile: Profile | None = None,
+        owner: Owner = NOBODY,
     ) -> None:
         """Add a waiting request; `kind` is equal for requests that have more in common than their prompts.
 
         `due`: when it must have ended, in seconds of the clock that `decide` is told. `apart`: whether it had better
         run beside others like it alone, as requests do with which the engine does not mix prompts and decodes.
-        `profile`: the lengths of earlier answers to requests like it.
+        `profile`: the lengths of earlier answers to requests like it. `owner`: whose it is.
         """
         member = self._members.add(key, prompt, known)
-        self._added.append(Added(member.number, prompt, min(cap, LONGEST), known, kind, due, apart, profile))
+        self._added.append(Added(member.number, prompt, min(cap, LONGEST), known, kind, due, apart, profile, owner))
         self._wait_for_plan(member)
 
     def take_back(self, key: int) -> None:

@@ -17,6 +17,7 @@ from sqlalchemy import select
 from engine_ext.plugin.marks import Terms
 from service.db.sessions import Database
 from service.db.tables import Batch, BatchStatus, SliceBatch, Window
+from service.db.tenant_tables import Project
 from service.estimates.length_memory import remembered
 from service.objects.plan_artifact import LINE, Lines, Places, PlanArtifact
 from service.objects.request_index import IndexGone, RequestIndex, forget_index
@@ -103,8 +104,11 @@ async def load(lease: Lease, database: Database, storage: Storage, clock: Callab
             lines[mine] = await _indexed(database, storage, batch, numbers, clock())
     async with database.read() as session:
         profiles = await remembered(session, np.stack([lines["beginning"], lines["kind"]], axis=1))
+        asking = select(Project.id, Project.weight).where(Project.id.in_({batch.project_id for batch, _, _ in parts}))
+        weights = {project: weight for project, weight in await session.execute(asking)}
     for batch, numbers, mine in parts:
-        found.requests.extend(await _read(storage, batch, clock(), numbers, found.places[mine], lines[mine], profiles))
+        asked = _Asked(numbers, found.places[mine], lines[mine], profiles, weights.get(batch.project_id, 1.0))
+        found.requests.extend(await _read(storage, batch, clock(), asked))
     found.requests.sort(key=lambda request: request.place)
     return found
 
@@ -156,15 +160,21 @@ async def _indexed(
     return lines
 
 
-async def _read(
-    storage: Storage,
-    batch: Batch,
-    now: float,
-    numbers: NDArray[Any],
-    places: NDArray[np.int64],
-    lines: Lines,
-    profiles: Mapping[int, str],
-) -> list[Request]:
+class _Asked(NamedTuple):
+    """The requests of one batch that are left to do.
+
+    `profiles`: of the lengths of answers, by the hash of a kind of requests. `weight`: their project's.
+    """
+
+    numbers: NDArray[Any]
+    places: NDArray[np.int64]
+    lines: Lines
+    profiles: Mapping[int, str]
+    weight: float
+
+
+async def _read(storage: Storage, batch: Batch, now: float, asked: _Asked) -> list[Request]:
+    numbers, places, lines, profiles, weight = asked
     try:
         key = file_key(batch.input_file_id)
         texts = await storage.read_ranges(key, lines["offset"].tolist(), lines["length"].tolist())
@@ -185,7 +195,7 @@ async def _read(
         lengths = profiles.get(beginning) or profiles.get(kind) or ""
         wanted = known(accept, line.batchweave)
         body = with_limit(line.url, line.body, batch.max_tokens)
-        terms = Terms(due, lengths, batch.project_id, wanted.loops == "stop", wanted.thinking_tokens)
+        terms = Terms(due, lengths, batch.project_id, wanted.loops == "stop", wanted.thinking_tokens, weight)
         requests.append(Request(batch.id, number, line.url, line.custom_id, body, place, len(raw), wanted, terms))
     return requests
 

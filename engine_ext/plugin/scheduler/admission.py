@@ -24,7 +24,7 @@ from engine_ext.costs.engine_model import Clock, EngineModel
 from engine_ext.plan.buckets import LONGEST
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.plan.prompts import first_token
-from engine_ext.plugin.marks import KIND, LENGTHS, UNTOLD, due_of, profile_of
+from engine_ext.plugin.marks import KIND, LENGTHS, UNTOLD, due_of, number_of, profile_of, project_of, weight_of
 from engine_ext.plugin.options import Emulation, Overlap, mine
 from engine_ext.plugin.scheduler import emulated
 from engine_ext.plugin.scheduler.beside import Beside
@@ -41,6 +41,7 @@ from engine_ext.plugin.scheduler.ranks import Ranks
 from engine_ext.plugin.scheduler.reuse import Reuse
 from engine_ext.plugin.scheduler.turns import Turns
 from engine_ext.scan.backlog import AtOnce, Executor
+from engine_ext.scan.projects import Owner
 from engine_ext.scan.state import StepCosts
 from engine_ext.step.live import LiveScan
 from engine_ext.step.tuning import MOST_MADE_WAY
@@ -69,7 +70,6 @@ class Admission:
     waiting: dict[str, Member] = field(default_factory=dict[str, Member])  # by rid
     running: dict[Any, Member] = field(default_factory=dict[Any, Member])  # by SGLang's request
     computing: list[Member] = field(default_factory=list[Member])  # the running ones in PREFILL or STORING
-    kinds: dict[str, int] = field(default_factory=dict[str, int])
     next_key: int = 0
     decoded: int = 0
     made_way: list[Any] = field(default_factory=list[Any])  # in this step
@@ -115,13 +115,14 @@ class Admission:
             known, cap = UNKNOWN, LONGEST
         # One batch may hold several tasks, which often differ in max_tokens.
         alike = f"{params.custom_params[KIND]} {cap.bit_length()}"
-        kind = self.kinds.setdefault(alike, len(self.kinds))
+        owner = Owner(number_of(project_of(req)), weight_of(req))
         prompt = np.array(req.origin_input_ids, dtype=np.uint32)
         if req.extra_key and len(prompt):  # SGLang's name for what shares no cache with others, such as an adapter's
             prompt[0] = first_token(int(prompt[0]), req.extra_key)
         apart = self.overlap.mixes and bool(req.return_logprob)
         profile = profile_of(params.custom_params.get(LENGTHS))
-        self.scan.add(member.key, prompt, cap, known, kind, due_of(params.custom_params), apart, profile)
+        due = due_of(params.custom_params)
+        self.scan.add(member.key, prompt, cap, known, number_of(alike), due, apart, profile, owner)
 
     def take_back(self, rid: str, everything: bool) -> list[Any]:
         """Remove and return the waiting requests that an abort means: that of this id, or those that begin with it."""

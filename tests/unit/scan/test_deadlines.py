@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.scan import backlog as backlog_module
+from engine_ext.scan.projects import Owner
 from engine_ext.scan.tiers import AGED, ORDINARY, POOLS, Urgency
 from tests.unit.scan.driving import decide
 from tests.unit.scan.test_live import Engine, live, tokens
@@ -185,3 +186,30 @@ def test_an_unknown_deadline_is_none() -> None:
     scan.add(1, tokens((1, 10)), 5, UNKNOWN)
 
     assert decide(scan, 0, 0, 0, 0, 1, 5).admitted == [1]
+
+
+@pytest.mark.parametrize(("weight", "least", "most"), [(1.0, 0.4, 0.6), (3.0, 0.65, 0.85)])
+def test_short_windows_take_no_more_than_a_projects_share(weight: float, least: float, most: float) -> None:
+    """A project whose batches all end in minutes, at both ends of the scan, beside one that has a day."""
+    engine, ours, hasty = Engine(live(), most_at_once=40), Owner(1), Owner(2, weight)
+    shapes = ((400, 2), (8, 300))  # prompt and output tokens
+    for key in range(6000):
+        owner, (prompt, answer) = (ours, hasty)[key % 2], shapes[key // 2 % 2]
+        due = engine.now + (DAY_S if owner == ours else MINUTES_S)
+        engine.add(key, tokens((100 + key, prompt)), answer, due=due, owner=owner)
+    while len(engine.ended) < 2400:
+        engine.step()
+
+    assert least < sum(key % 2 for key in engine.ended) / len(engine.ended) < most
+
+
+def test_a_project_that_is_ahead_keeps_its_deadlines_beside_itself() -> None:
+    due_s, nobody = np.array([600.0, 7000.0, 5 * 3600.0]), np.zeros(3, dtype=np.bool_)
+    ahead = np.array([True, True, False])
+
+    assert Urgency(due_s, nobody, ahead=ahead).tiers(1.0).tolist() == [POOLS + 30, POOLS + 30, POOLS + 30]
+    assert Urgency(due_s, nobody, ahead=np.ones(3, dtype=np.bool_)).tiers(1.0).tolist() == [
+        POOLS,
+        POOLS + 20,
+        POOLS + 30,
+    ]

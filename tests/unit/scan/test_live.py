@@ -24,6 +24,7 @@ from engine_ext.plan.resources import Requests
 from engine_ext.plan.tree import build_tree, common_prefix
 from engine_ext.scan.backlog import AtOnce, Executor, Plan
 from engine_ext.scan.ends import two_ends
+from engine_ext.scan.projects import NOBODY, Owner
 from engine_ext.scan.state import StepCosts
 from engine_ext.scan.tuning import FEWEST_CHANGES
 from engine_ext.step.live import LiveScan
@@ -63,9 +64,10 @@ class Engine:
         known: bool = False,
         due: float = math.inf,
         profile: Profile | None = None,
+        owner: Owner = NOBODY,
     ) -> None:
         self.prompts[key], self.outputs[key] = prompt, output
-        self.scan.add(key, prompt, 4096, output if known else UNKNOWN, due=due, profile=profile)
+        self.scan.add(key, prompt, 4096, output if known else UNKNOWN, due=due, profile=profile, owner=owner)
 
     @property
     def used(self) -> int:
