@@ -75,7 +75,7 @@ class WebhookTested(BaseModel):
     object: Literal["webhook_endpoint.test"] = "webhook_endpoint.test"
     event_type: str
     status_code: int
-    success: Literal[True] = True
+    success: bool = Field(description="Whether the receiver took it, with a status of 200 to 299")
     webhook_endpoint_id: str
 
 

@@ -160,7 +160,8 @@ async def test_webhook(
         async with context.database.write() as session:
             over = update(WebhookEndpoint).where(WebhookEndpoint.id == webhook_id).values(busy_until=None)
             await session.execute(over)
-    return WebhookTested(event_type=body.event_type, status_code=status, webhook_endpoint_id=webhook_id)
+    taken = 200 <= status < 300
+    return WebhookTested(event_type=body.event_type, status_code=status, success=taken, webhook_endpoint_id=webhook_id)
 
 
 def _sealed(context: Context, secret: str) -> str:

@@ -14,8 +14,9 @@ from service.webhooks.bounded import BoundedNetwork
 
 TIMEOUT_S = 10.0
 GLOBAL_V6 = ipaddress.ip_network("2000::/3")
-# Networks that Python 3.11 wrongly counts as public: documentation, and the deprecated 6to4 relays.
-NOT_PUBLIC = (ipaddress.ip_network("3fff::/20"), ipaddress.ip_network("192.88.99.0/24"))
+# Networks that Python 3.11 wrongly counts as public: documentation, the deprecated 6to4 relays, and what providers use
+# for their own services, such as 192.0.0.192 for an instance's metadata.
+NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("3fff::/20", "192.88.99.0/24", "192.0.0.0/24")))
 # OSError: what TLS finds after its handshake comes as it is.
 FAILURES = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, OSError)
 NOWHERE = "the host has no public address"

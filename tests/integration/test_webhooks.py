@@ -213,6 +213,14 @@ def test_a_rotated_secret_signs_beside_the_old_one_for_a_day(
     assert api.post(f"{path}/rotate_secret").json()["signing_secret"] != fresh["signing_secret"]
 
 
+@pytest.mark.parametrize("status", [302, 401, 500])
+def test_a_test_says_whether_the_receiver_took_the_event(api: httpx.Client, receiver: Receiver, status: int) -> None:
+    receiver.statuses = [status]
+    path = f"/webhook_endpoints/{create(api, receiver.url)['id']}/test"
+    tested = [api.post(path, json={"event_type": "batch.completed"}).json() for _ in range(2)]
+    assert [(each["status_code"], each["success"]) for each in tested] == [(status, False), (200, True)]
+
+
 def test_endpoints_are_listed_changed_and_deleted(api: httpx.Client, receiver: Receiver) -> None:
     made = [create(api, receiver.url) for _ in range(3)]
     page = api.get("/webhook_endpoints", params={"limit": 2}).json()
@@ -278,6 +286,7 @@ async def test_interim_responses_without_an_end_are_given_up() -> None:
         "10.1.2.3",
         "192.168.0.1",
         "169.254.169.254",
+        "192.0.0.192",
         "[::1]",
         "[fd00::1]",
         "[::ffff:10.0.0.1]",
