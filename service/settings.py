@@ -188,6 +188,7 @@ class Settings(BaseSettings):
         description="whether the planner lets a batch wait or refuses it if no worker serves its model or starts to",
     )
     max_batches: int = Field(1000, ge=1, description="most unfinished batches of a project without its own quota")
+    max_files: int = Field(100_000, ge=1, description="files of a project, results too, above which it uploads no more")
     allow_patterns: bool = Field(
         False,
         description="allow requests to use stop_regex, regex and ebnf, with which one can stall the engine for all",

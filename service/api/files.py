@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from service import ids
 from service.api.bodies import ObjectId
+from service.api.body_bytes import CountedBody
 from service.api.caller import CalledBy
 from service.api.context import Context, InContext
 from service.api.multipart import Form, FormReader, form_body
@@ -24,7 +25,7 @@ from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge, Stor
 from service.objects.storage import NoRoom, file_key
 from service.tenants import audit
 from service.tenants.keys import Caller
-from service.tenants.quotas import check_bytes, hold, room_for_bytes
+from service.tenants.quotas import check_bytes, check_files, hold, room_for_bytes
 
 FORM_OVERHEAD_BYTES = 1024 * 1024
 MOST_LISTED = 1000  # files of a page, which is written in the loop; OpenAI's has up to 10,000
@@ -49,6 +50,7 @@ async def create_file(request: Request, context: InContext, caller: CalledBy) ->
         raise PayloadTooLarge(f"The file is larger than {limit} bytes.", code="file_too_large", param="file")
     check_room(context, announced)
     async with context.database.read() as session:  # so that it is not refused only after all of it has arrived
+        await check_files(session, caller.project.id, context.settings.max_files)
         await check_bytes(session, caller.project, announced)
         left = await room_for_bytes(session, caller.project)
     most = limit if left is None else min(limit, left)
@@ -57,13 +59,13 @@ async def create_file(request: Request, context: InContext, caller: CalledBy) ->
     try:
         expected = min(limit, MOST_UNPACKED * announced) if announced else limit
         async with context.storage.writer(file_key(file_id), expected) as writer:
-            text = PlainText(watched(context, writer.write), limit)
-            with context.body_bytes.upload(caller.project.id) as counted:
+            with context.body_bytes.upload(caller.project.id, left) as counted:
+                text = PlainText(watched(context, writer.write, counted), limit)
                 form = await reader.read(counted.stream(request.stream()), text.write)
-            if form.filename is None:
-                message = "The form has no part named 'file'."
-                raise BadRequest(message, code="missing_required_parameter", param="file")
-            await text.end()
+                if form.filename is None:
+                    message = "The form has no part named 'file'."
+                    raise BadRequest(message, code="missing_required_parameter", param="file")
+                await text.end()
             form.size_bytes = text.size_bytes
             form.filename = text.named(form.filename)
             file = _file_row(file_id, caller, form, int(context.clock()))
@@ -75,7 +77,9 @@ async def create_file(request: Request, context: InContext, caller: CalledBy) ->
         raise
     try:
         async with context.database.write(caller.project.id) as session:
-            await check_bytes(session, await hold(session, caller.project.id), file.size_bytes)
+            project = await hold(session, caller.project.id)
+            await check_files(session, project.id, context.settings.max_files)
+            await check_bytes(session, project, file.size_bytes)
             session.add(file)
             audit.note(session, caller, "file.create", file.id, context.clock(), f"{file.size_bytes:,} bytes")
     except ApiError:
@@ -93,11 +97,12 @@ def check_room(context: Context, more: int) -> None:
         raise StorageFull(*(room or (0, 0))) from error
 
 
-def watched(context: Context, write: Sink) -> Sink:
-    """Wrap `write` for an upload, so that it raises StorageFull when the disk has no more room."""
+def watched(context: Context, write: Sink, counted: CountedBody) -> Sink:
+    """Wrap `write` for an upload, so that it raises StorageFull or QuotaReached when there is no more room."""
 
     async def write_on(data: bytes) -> object:
         check_room(context, len(data))
+        counted.wrote(len(data))
         return await write(data)
 
     return write_on

@@ -24,7 +24,7 @@ from service.errors import ApiError, BadRequest, NotFound, PayloadTooLarge
 from service.objects.storage import file_key, part_key, upload_folder
 from service.tenants import audit
 from service.tenants.keys import Caller
-from service.tenants.quotas import check_bytes, hold, room_for_bytes
+from service.tenants.quotas import check_bytes, check_files, hold, room_for_bytes
 
 PART_BYTES = 64 * 1024 * 1024
 UPLOAD_S = 3600
@@ -56,7 +56,9 @@ async def create_upload(body: CreateUpload, context: InContext, caller: CalledBy
         expires_at=now + UPLOAD_S,
     )
     async with context.database.write(caller.project.id) as session:
-        await check_bytes(session, await hold(session, caller.project.id), body.bytes)
+        project = await hold(session, caller.project.id)
+        await check_files(session, project.id, context.settings.max_files)
+        await check_bytes(session, project, body.bytes)
         session.add(upload)
         audit.note(session, caller, "upload.create", upload.id, now)
     return UploadObject.of(upload, None)
@@ -78,7 +80,7 @@ async def create_part(upload_id: ObjectId, request: Request, context: InContext,
     try:
         async with context.storage.writer(key) as writer:
             with context.body_bytes.upload(caller.project.id) as counted:
-                form = await reader.read(counted.stream(request.stream()), watched(context, writer.write))
+                form = await reader.read(counted.stream(request.stream()), watched(context, writer.write, counted))
             if form.filename is None:
                 raise BadRequest("The form has no part named 'data'.", code="missing_required_parameter", param="data")
             if not form.size_bytes:
@@ -232,12 +234,13 @@ async def _join(context: Context, upload: Upload, body: CompleteUpload, key: str
     """
     digest = hashlib.md5(usedforsecurity=False)
     async with context.storage.writer(key, min(most, MOST_UNPACKED * upload.size_bytes)) as writer:
-        text = PlainText(watched(context, writer.write), most)
-        for part_id in body.part_ids:
-            async for chunk in context.storage.stream(part_key(upload.id, part_id)):
-                digest.update(chunk)
-                await text.write(chunk)
-        await text.end()
+        with context.body_bytes.upload(upload.project_id) as counted:
+            text = PlainText(watched(context, writer.write, counted), most)
+            for part_id in body.part_ids:
+                async for chunk in context.storage.stream(part_key(upload.id, part_id)):
+                    digest.update(chunk)
+                    await text.write(chunk)
+            await text.end()
         if body.md5 is not None and body.md5.lower() != digest.hexdigest():
             message = f"The file's MD5 is {digest.hexdigest()}, not {body.md5}. Send the parts again."
             raise BadRequest(message, code="md5_mismatch", param="md5")

@@ -123,6 +123,7 @@ class File(Base):
     __table_args__ = (
         Index("ix_files_listed", "project_id", "seq"),
         _partial("ix_files_kept", "expires_at", where="deleted_at IS NULL"),
+        _partial("ix_files_counted", "project_id", "size_bytes", where="deleted_at IS NULL"),
         _partial("ix_files_deleted", "deleted_at", where="deleted_at IS NOT NULL"),
     )
 

@@ -36,7 +36,8 @@ CHUNK = 500  # names per query
 KEEP_DELIVERIES_S = 30 * DAY_S  # webhook deliveries that were delivered or abandoned
 KEEP_AUDIT_S = 400 * DAY_S
 KEEP_LENGTHS_S = 90 * DAY_S  # profiles of answers' lengths to which no batch has added since
-WINDOWS = 20  # deleted per round
+WINDOWS = 20  # deleted in one transaction
+LIST_S = 3600.0  # between two listings of all that is in object storage
 log = structlog.get_logger()
 
 _KEPT = File.deleted_at.is_(None)
@@ -45,6 +46,9 @@ _HAS_RESULTS = exists().where(File.id.in_([Batch.output_file_id, Batch.error_fil
 
 class Sweeper:
     """Deletes what the service no longer needs, from object storage and from the database.
+
+    What deleted files said goes from pictures of plans in each round; all else in the first one and then once an hour,
+    because a listing of object storage costs the more the more is kept.
 
     `newest_backup`: a file as old as the newest backup of the database; what ended after it is kept. `keep_rows_s`:
     after this time the rows of what was deleted are deleted too, and of batches that ended and have no more files.
@@ -64,17 +68,32 @@ class Sweeper:
         self._clock = clock
         self._newest_backup = newest_backup
         self._since = 0.0  # batches that ended since then keep what they have
+        self._listed_at: float | None = None
 
     async def run_once(self) -> bool:
-        """Sweep object storage and the database once. Returns whether it deleted any objects."""
+        """Sweep what it is time for. Returns whether it deleted any objects."""
         await self._texts()
+        now = self._clock()
+        if self._listed_at is not None and 0 <= now - self._listed_at < LIST_S:
+            return False
         try:
             backup = float("inf") if self._newest_backup is None else self._newest_backup.stat().st_mtime
         except OSError as error:
             log.warning("sweeps nothing: BATCHWEAVE_NEWEST_BACKUP names no file", error=repr(error))
             return False
+        self._since = min(now - KEEP_S, backup)
+        swept = await self._objects(backup)
+        await self._records()
+        await self._rows()
+        await self._slices()
+        self._listed_at = now
+        if swept:
+            log.info("swept", folders=swept)
+        return swept > 0
+
+    async def _objects(self, backup: float) -> int:
+        """Delete the objects that nothing needs. Returns how many folders and files."""
         swept, store_now = 0, await self._storage.now()
-        self._since = min(self._clock() - KEEP_S, backup)
         young = min(store_now - KEEP_S, backup)
         judges = {
             "shards": self._shards,
@@ -91,13 +110,7 @@ class Sweeper:
                 for name in set(chunk) - needed:
                     swept += await self._sweep(f"{prefix}/{name}", name in known, young)
         swept += await self._files(store_now, young)
-        swept += await self._storage.delete_staged(store_now - YOUNG_S)
-        await self._records()
-        await self._rows()
-        await self._slices()
-        if swept:
-            log.info("swept", folders=swept)
-        return swept > 0
+        return swept + await self._storage.delete_staged(store_now - YOUNG_S)
 
     async def _records(self) -> None:
         """Delete old webhook deliveries, audit events and profiles of lengths."""
@@ -147,14 +160,16 @@ class Sweeper:
         of_window = SliceBatch.slice_id.in_(select(Slice.id).where(Slice.window_id == Window.id))
         wanted = exists().where(of_window, Batch.id == SliceBatch.batch_id, ~func.coalesce(long_ago, false()))
         oldest = select(Window.id).where(Window.created_at < self._since).order_by(Window.id)
-        async with self._database.read() as session:
-            windows = (await session.scalars(oldest.where(~wanted).limit(WINDOWS))).all()
-        for window_id in windows:
-            mine = select(Slice.id).where(Slice.window_id == window_id)
+        deleted = WINDOWS
+        while deleted == WINDOWS:
+            async with self._database.read() as session:
+                windows = (await session.scalars(oldest.where(~wanted).limit(WINDOWS))).all()
+            deleted = len(windows)
+            mine = select(Slice.id).where(Slice.window_id.in_(windows))
             async with self._database.write() as session:
                 await session.execute(delete(SliceBatch).where(SliceBatch.slice_id.in_(mine)))
-                await session.execute(delete(Slice).where(Slice.window_id == window_id))
-                await session.execute(delete(Window).where(Window.id == window_id))
+                await session.execute(delete(Slice).where(Slice.window_id.in_(windows)))
+                await session.execute(delete(Window).where(Window.id.in_(windows)))
 
     def _lately(self) -> ColumnElement[bool]:
         """Return the condition that a batch needs what it has in object storage."""
@@ -220,15 +235,13 @@ class Sweeper:
 
     async def _files(self, store_now: float, young: float) -> int:
         """Delete files whose row is marked deleted, or was never committed. Returns how many."""
-        modified = {key.rsplit("/", 1)[-1]: at for key, at in (await self._storage.modified("files")).items()}
-        old = [file_id for file_id, at in modified.items() if at <= store_now - YOUNG_S]
         swept = 0
-        for at in range(0, len(old), CHUNK):
-            chunk = old[at : at + CHUNK]
+        async for page in self._storage.pages("files"):
+            old = {key.rsplit("/", 1)[-1]: at for key, at in page.items() if at <= store_now - YOUNG_S}
             async with self._database.read() as session:
-                rows = await session.execute(select(File.id, File.deleted_at).where(File.id.in_(chunk)))
+                rows = await session.execute(select(File.id, File.deleted_at).where(File.id.in_(old)))
             deleted = {str(file_id): deleted_at is not None for file_id, deleted_at in rows}
-            for file_id in (each for each in chunk if deleted.get(each, modified[each] <= young)):
+            for file_id in (each for each, at in old.items() if deleted.get(each, at <= young)):
                 await self._storage.delete(file_key(file_id))
                 swept += 1
         return swept

@@ -18,6 +18,7 @@ PART_BYTES = 5 * 1024 * 1024  # the smallest that stores take
 MOST_PARTS = 10_000  # of one object, in stores of the S3 class
 SPARE = 0.25  # of what is wanted, that may be read besides, to read more of it by one request
 READ_BYTES = 1024 * 1024
+PAGE = 500  # keys of a listing that are held at once
 RESERVE, MOST_RESERVE = 0.1, 1024**3  # part of a disk that uploads and their indexes may not use
 ANSWERS_RESERVE = 0.5  # part of the reserve that answers may not use either
 CLOCK_KEY = "health/clock"
@@ -175,9 +176,14 @@ class Storage:
     async def modified(self, prefix: str) -> dict[str, float]:
         """Return every key below `prefix/` with the Unix time of its last change."""
         found: dict[str, float] = {}
-        async for page in self._store.list(prefix):
-            found.update((meta["path"], meta["last_modified"].timestamp()) for meta in page)
+        async for page in self.pages(prefix):
+            found |= page
         return found
+
+    async def pages(self, prefix: str) -> AsyncIterator[dict[str, float]]:
+        """Yield the keys below `prefix/`, a few at a time, with the Unix times of their last changes."""
+        async for page in self._store.list(prefix, chunk_size=PAGE):
+            yield {meta["path"]: meta["last_modified"].timestamp() for meta in page}
 
     async def folders(self, prefix: str) -> list[str]:
         """Return the names of the folders directly below `prefix/`."""

@@ -65,6 +65,20 @@ async def _used_bytes(session: AsyncSession, project: Project) -> int:
     return sum([int((await session.execute(each)).scalar_one()) for each in (kept, coming, made)])
 
 
+async def check_files(session: AsyncSession, project_id: str, most: int) -> None:
+    """Raise QuotaReached if the project has `most` files and pending uploads."""
+    kept = select(func.count()).select_from(File).where(File.project_id == project_id, File.deleted_at.is_(None))
+    coming = (
+        select(func.count())
+        .select_from(Upload)
+        .where(Upload.project_id == project_id, Upload.status == UploadStatus.PENDING)
+    )
+    count = sum([int((await session.execute(each)).scalar_one()) for each in (kept, coming)])
+    if count >= most:
+        message = f"The project has {count:,} files and pending uploads; it may have {most:,}."
+        raise QuotaReached(f"{message} Delete files or wait until some expire.", BYTES_RETRY_S, code="files_quota")
+
+
 async def check_bytes(session: AsyncSession, project: Project, more: int) -> None:
     """Raise QuotaReached if `more` bytes do not fit beside the other files, PayloadTooLarge if they never can.
 

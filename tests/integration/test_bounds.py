@@ -27,7 +27,7 @@ from service.requests.lines import LineChecker, nesting
 from service.requests.parameters import Unknown
 from service.settings import Settings
 from tests.conftest import Clock
-from tests.integration.harness import Harness, jsonl, line, set_status
+from tests.integration.harness import Harness, ScriptedEngine, jsonl, line, set_status
 from tests.integration.serving import serve, serving
 from tests.integration.test_fairness import OTHER, add_project, is_closed, submit
 from tests.waiting import until
@@ -99,6 +99,28 @@ async def test_files_that_fail_again_and_again_are_refused(
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "failed_batches_quota")
         clock.now += 3601
         assert httpx.post(f"{url}/v1/batches", json=wanted).status_code == 200
+
+
+async def test_a_project_has_so_many_files(settings: Settings, clock: Clock, harness: Harness) -> None:
+    """Each costs the service more than its bytes, and results count, too, but are never refused."""
+    with serve(settings.model_copy(update={"max_files": 3}), clock) as url:
+        file_ids = [(await asyncio.to_thread(upload, url, jsonl([line(1)]))).json()["id"] for _ in range(2)]
+        wanted = {"purpose": "batch", "filename": "a.jsonl", "bytes": 10, "mime_type": "application/jsonl"}
+        pending = httpx.post(f"{url}/v1/uploads", json=wanted).json()
+        refused = [httpx.post(f"{url}/v1/uploads", json=wanted), await asyncio.to_thread(upload, url, b"{}\n")]
+        assert [(each.status_code, each.json()["error"]["code"]) for each in refused] == [(429, "files_quota")] * 2
+        assert "has 3 files and pending uploads; it may have 3" in refused[0].json()["error"]["message"]
+        kept = await harness.storage.keys("files")
+        assert len(kept) == 2
+        body = {"input_file_id": file_ids[0], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        batch = httpx.post(f"{url}/v1/batches", json=body).json()
+        await harness.plan()
+        async with harness.working(ScriptedEngine()):
+            await harness.until_ended(batch["id"])
+        assert (await harness.batch(batch["id"])).output_file_id is not None
+        httpx.delete(f"{url}/v1/files/{file_ids[1]}")
+        httpx.post(f"{url}/v1/uploads/{pending['id']}/cancel")
+        assert (await asyncio.to_thread(upload, url, b"{}\n")).status_code == 200
 
 
 async def test_an_index_leaves_the_reserve_of_the_disk_alone(

@@ -1,6 +1,6 @@
 """What is deleted is nowhere any more: no object, row or page says what it said."""
 
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
 
 import httpx
 import openai
@@ -9,6 +9,7 @@ from sqlalchemy import text, true
 
 from service.db.deletions import forget_file
 from service.db.tables import Base
+from service.objects.storage import Storage
 from service.settings import Settings
 from tests.batches import CHAT
 from tests.conftest import Clock
@@ -104,6 +105,25 @@ async def test_a_batch_is_deleted_with_its_results(harness: Harness, client: ope
     left = {key.split("/")[0] for key in await objects_with(harness)}
     assert left == {"files"}  # the input file
     assert await rows_with(harness) == {"files"}
+
+
+async def test_object_storage_is_listed_once_an_hour(
+    harness: Harness, client: openai.OpenAI, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing costs the more the more is kept, and what a client deletes goes without it."""
+    listed, list_pages = list[str](), Storage.pages
+
+    async def pages(storage: Storage, prefix: str) -> AsyncIterator[dict[str, float]]:
+        listed.append(prefix)
+        async for page in list_pages(storage, prefix):
+            yield page
+
+    monkeypatch.setattr(Storage, "pages", pages)
+    sweeper = harness.sweeper
+    for minute in range(121):
+        await sweeper.run_once()
+        assert len(listed) == 1 + minute // 60
+        clock.now += 60
 
 
 async def test_rows_of_long_ago_are_deleted(harness: Harness, client: openai.OpenAI, clock: Clock) -> None:

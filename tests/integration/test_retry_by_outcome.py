@@ -7,7 +7,7 @@ import pytest
 from openai.types import Batch
 
 from service.jobs.bad_answers import folder_of
-from service.jobs.sweeper import KEEP_S, Sweeper
+from service.jobs.sweeper import KEEP_S
 from tests.conftest import Clock
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line
 from tests.integration.serving import CHAT
@@ -128,9 +128,8 @@ async def test_what_is_kept_for_a_retry_goes_with_the_output_file(
     with pytest.raises(openai.BadRequestError) as caught:
         client.files.delete(output_file)
     assert caught.value.code == "file_in_use"
-    sweeper = Sweeper(harness.database, harness.storage, clock)
     clock.now += 2 * KEEP_S
-    await sweeper.run_once()
+    await harness.sweeper.run_once()
     assert await harness.storage.modified(folder_of(batch_id))
     client.batches.cancel(running.id)
     await harness.until_ended(running.id)
@@ -138,5 +137,5 @@ async def test_what_is_kept_for_a_retry_goes_with_the_output_file(
     with pytest.raises(openai.BadRequestError) as gone:
         retry(client, batch_id, outcomes=["invalid"])
     assert gone.value.code == "file_not_found"
-    await sweeper.run_once()
+    await harness.sweeper.run_once()
     assert not await harness.storage.modified(folder_of(batch_id))

@@ -146,11 +146,10 @@ async def test_an_upload_expires_after_an_hour(
     with pytest.raises(openai.BadRequestError) as caught:
         client.uploads.parts.create(upload_id, data=DATA)
     assert caught.value.code == "upload_expired"
-    sweeper = Sweeper(database, storage, clock)
-    await sweeper.run_once()
+    await Sweeper(database, storage, clock).run_once()
     assert left(settings)
     await Expiry(database, storage, clock).run_once()
-    await sweeper.run_once()
+    await Sweeper(database, storage, clock).run_once()
     assert not left(settings)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from service.api.body_bytes import DOWNLOAD_BYTES, SMALL_BYTES, UPLOAD_BYTES, BodyBytes
-from service.errors import Unavailable
+from service.errors import QuotaReached, Unavailable
 
 LARGE = 4 * SMALL_BYTES
 
@@ -62,3 +62,18 @@ def test_transfers_count_what_they_hold() -> None:
     for _ in range(2):  # all are let go
         with counted.upload("a") as upload, counted.download("a"):
             upload.add(UPLOAD_BYTES)
+
+
+def test_uploads_that_come_share_what_is_left_of_a_quota() -> None:
+    counted = BodyBytes()
+    with counted.upload("a", 100) as first, counted.upload("a", 100) as second, counted.upload("b", 100) as third:
+        first.wrote(60)
+        third.wrote(100)
+        with pytest.raises(QuotaReached, match="100 bytes"):
+            second.wrote(60)
+        second.let_go()
+        first.wrote(40)
+    with counted.upload("a", 100) as first, counted.upload("a") as second:
+        second.wrote(1000)  # a part of an upload, whose size counts already
+    with counted.upload("a", 100) as first:
+        first.wrote(100)
