@@ -24,8 +24,10 @@ class Watched(Storage):
         self.taken += len(found or b"")
         return found
 
-    async def stream(self, key: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
-        async for chunk in super().stream(key, start, end):
+    async def stream(
+        self, key: str, start: int = 0, end: int | None = None, chunk_bytes: int = READ_BYTES
+    ) -> AsyncIterator[bytes]:
+        async for chunk in super().stream(key, start, end, chunk_bytes):
             self.taken += len(chunk)
             yield chunk
 
