@@ -15,12 +15,12 @@ compiled: $(VENV)/.compiled-simulator
 $(UV):
 	@./.ci/bootstrap-uv "$(PYTHON)" "$(VENV)" "$(UV_VERSION)"
 
-$(VENV)/.installed: $(UV) requirements/engine.txt requirements/demo.txt pyproject.toml
+$(VENV)/.installed: $(UV) requirements/engine.txt requirements/demo.txt pyproject.toml client/pyproject.toml
 	@echo "== 1 of 3: downloads about 9 GB, which takes longest, and installs it into $(VENV)"
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --compile-bytecode --require-hashes -r requirements/engine.txt
 	VIRTUAL_ENV=$(VENV) $(UV) pip install --no-deps --require-hashes -r requirements/demo.txt
-	VIRTUAL_ENV=$(VENV) $(UV) pip install --no-deps -e .
-	$(RUN)/python -m compileall -q service engine_ext migrations
+	VIRTUAL_ENV=$(VENV) $(UV) pip install --no-deps -e client -e .
+	$(RUN)/python -m compileall -q client service engine_ext migrations
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
@@ -38,9 +38,11 @@ $(VENV)/.compiled-simulator: $(VENV)/.compiled
 	$(RUN)/python -m benchmarks.simulate.warm_up
 	@touch $@
 
-# A wheel and an sdist. The wheel wants an environment of its own: pip install 'dist/batchweave-….whl[engine]'
+# Wheels and sdists of the client and the service. The service's wants an environment of its own:
+# pip install dist/batchweave-….whl 'dist/batchweave_server-….whl[engine]'
 dist: $(UV)
 	rm -rf dist
+	$(UV) build --python $(RUN)/python -o dist client
 	$(UV) build --python $(RUN)/python -o dist .
 
 demo: install
@@ -106,11 +108,12 @@ gpu: install-dev
 	$(RUN)/python -m benchmarks.gpu $(if $(FILE),--file "$(FILE)" --model "$(MODEL)" $(if $(PRICE),--price $(PRICE)),$(DATA))
 
 # No uv.lock: it would record the hosts of one person's package registry.
+LOCK := $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-package batchweave
 lock: $(UV)
-	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine pyproject.toml -o requirements/engine.txt
-	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes -c requirements/engine.txt pyproject.toml -o requirements/server.txt
-	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine --extra fleet -c requirements/engine.txt pyproject.toml -o requirements/fleet.txt
-	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --extra engine --extra fleet --group dev -c requirements/engine.txt pyproject.toml -o requirements/dev.txt
+	$(LOCK) --extra engine pyproject.toml -o requirements/engine.txt
+	$(LOCK) -c requirements/engine.txt pyproject.toml -o requirements/server.txt
+	$(LOCK) --extra engine --extra fleet -c requirements/engine.txt pyproject.toml -o requirements/fleet.txt
+	$(LOCK) --extra engine --extra fleet --group dev -c requirements/engine.txt pyproject.toml -o requirements/dev.txt
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist

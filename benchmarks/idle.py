@@ -37,7 +37,7 @@ def main() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "service.cli", "up", "--data-dir", f"{name}/data", "--port", str(port)]
+        command = [sys.executable, "-m", "batchweave", "up", "--data-dir", f"{name}/data", "--port", str(port)]
         command += ["--model", "tiny"]
         process = subprocess.Popen(command, start_new_session=True)
         try:

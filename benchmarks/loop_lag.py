@@ -35,7 +35,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="batchweave-lag-") as name:
         port, metrics_port = free_port(), free_port()
-        command = [sys.executable, "-m", "service.cli", "up", "--data-dir", f"{name}/data", "--port", str(port)]
+        command = [sys.executable, "-m", "batchweave", "up", "--data-dir", f"{name}/data", "--port", str(port)]
         command += ["--model", "tiny"]
         variables = {
             "BATCHWEAVE_EMULATED_DEVICE": "no answer is real",

@@ -5,7 +5,7 @@ RUN pip install --no-cache-dir uv==0.13.8
 COPY requirements/server.txt requirements/server.txt
 RUN uv pip install --system --compile-bytecode --require-hashes -r requirements/server.txt
 COPY . .
-RUN uv pip install --system --compile-bytecode --no-deps .
+RUN uv pip install --system --compile-bytecode --no-deps ./client .
 
 FROM python:3.12-slim
 COPY --from=build /usr/local/lib/python3.12/site-packages /usr/local/lib/python3.12/site-packages

@@ -12,7 +12,7 @@ ARG REQUIREMENTS=engine
 COPY requirements/$REQUIREMENTS.txt requirements/$REQUIREMENTS.txt
 RUN uv pip install --compile-bytecode --require-hashes -r requirements/$REQUIREMENTS.txt
 COPY . .
-RUN uv pip install --compile-bytecode --no-deps .
+RUN uv pip install --compile-bytecode --no-deps ./client .
 # A new volume takes its owner from the image; the service's image uses the same user id.
 RUN useradd --uid 10001 --create-home batchweave && install -d -o batchweave /objects
 USER batchweave

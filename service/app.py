@@ -83,7 +83,7 @@ def create_app(settings: Settings, clock: Callable[[], float] | None = None) -> 
 
     app = FastAPI(
         title="batchweave",
-        version=version("batchweave"),
+        version=version("batchweave-server"),
         summary="Batch and online inference on SGLang behind OpenAI's API",
         lifespan=lifespan,
         docs_url=None,  # both would load scripts from another host

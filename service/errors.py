@@ -4,7 +4,6 @@ BatchweaveError (engine_ext/errors.py)
 ├── ServiceError               ends a command with one line
 │   ├── SettingsError              a setting's value
 │   ├── StartError                 the service cannot start
-│   ├── CommandError               a command cannot do what it was told
 │   ├── WorkloadError              a file cannot be planned
 │   ├── CostsError                 the model or the hardware is unknown
 │   ├── CalibrationError           the costs cannot be derived from measured steps
@@ -41,10 +40,6 @@ class SettingsError(ServiceError):
 
 class StartError(ServiceError):
     """The service cannot start, or a part of it keeps dying; the message says what to do."""
-
-
-class CommandError(ServiceError):
-    """The command cannot do what it was told; the message says why and what to do."""
 
 
 class WorkloadError(ServiceError):

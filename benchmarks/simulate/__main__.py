@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from batchweave.terminal import fail
 from benchmarks.simulate import colocation
 from benchmarks.simulate.batches import POLICIES
 from benchmarks.simulate.colocation import POOLS, parse_pools, policies_of
@@ -32,7 +33,6 @@ from service.cli.workload_files import (
     TpOption,
     check_paths,
 )
-from service.terminal import fail
 from service.workloads.colocation import parse_wanted
 from service.workloads.fitting import ASSUMED_INTERFERENCE
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from batchweave.terminal import print_table
 from benchmarks.simulate.beside import POLICIES
 from benchmarks.simulate.pair import ON_PAIRS, PAIR_POLICIES, POOLED, Pair
 from benchmarks.simulate.rows import batch_alone, row_of
@@ -11,7 +12,6 @@ from engine_ext.simulate.contest import Contest
 from service.cli.profile_slo import COMPILES, say_load
 from service.cli.workload_files import console
 from service.errors import WorkloadError
-from service.terminal import print_table
 from service.workloads.colocation import Given, Wanted, alone_line, put_beside
 
 POOLS = "strict:1,relaxed:1"

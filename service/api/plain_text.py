@@ -4,8 +4,8 @@ import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from batchweave.files import BYTE_ORDER_MARK, GZIP
 from service.errors import BadRequest, PayloadTooLarge
-from service.requests.files import BYTE_ORDER_MARK, GZIP
 
 Sink = Callable[[bytes], Awaitable[object]]
 MOST_UNPACKED = 64  # times as long as it was packed a file of requests may be, as far as its parts in a store know

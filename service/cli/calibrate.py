@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from batchweave.terminal import JsonOption, fail, said
 from engine_ext.errors import BatchweaveError
 from service.cli.start import ModelOption, log_to, settings_of
-from service.terminal import JsonOption, fail, said
 
 
 def calibrate(
@@ -56,7 +56,7 @@ def calibrate(
                 engine.close()
         found = calibrated(settings, steps, output, measured_on, memory_bytes)
     except ModuleNotFoundError as error:
-        fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
+        fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave-server[engine]'")
     except (BatchweaveError, OSError) as error:
         fail(str(error))
     for name, misfit in found.errors.items():

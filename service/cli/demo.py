@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import httpx
 import typer
 
+from batchweave.files import opened
+from batchweave.terminal import CONTROL, said
 from service.cli.run import failing_clearly, first_request, run_file
 from service.cli.start import ModelOption, log_to, settings_of
-from service.requests.files import opened
-from service.terminal import CONTROL, said
 
 if TYPE_CHECKING:
     from service.up.child import Service

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import inspect, make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from batchweave.terminal import DataDirOption, said
 from engine_ext.costs.hardware import preset_of
 from service.cli.owners import strangers
 from service.cli.start import ModelOption, settings_of
@@ -33,7 +34,6 @@ from service.queue.connection import open_redis
 from service.requests.model_check import faults
 from service.requests.weights import weight_faults
 from service.settings import AUTO, DEMO_MODEL, TINY_MODEL, Settings
-from service.terminal import DataDirOption, said
 from service.worker import compilers, notice
 from service.worker.engine import check_version
 from service.worker.nodes import Nodes
@@ -119,13 +119,13 @@ def _where(part: str) -> str:
 
 async def _versions(_settings: Settings) -> Finding:
     python = ".".join(str(each) for each in sys.version_info[:3])
-    what = f"batchweave {version('batchweave')}, Python {python}"
+    what = f"batchweave {version('batchweave-server')}, Python {python}"
     if wrong := strangers():
         return Finding("versions", "wrong", what, f"{wrong[0].upper()}{wrong[1:]}")
     try:
         return Finding("versions", "ok", f"{what}, SGLang {version('sglang')}")
     except PackageNotFoundError:
-        todo = "Only a worker needs it: pip install 'batchweave[engine]'."
+        todo = "Only a worker needs it: pip install 'batchweave-server[engine]'."
         return Finding("versions", "note", f"{what}, SGLang is not installed", todo)
 
 
@@ -261,7 +261,10 @@ async def _gpu(settings: Settings) -> Finding:
     names = "; ".join(found.stdout.strip().splitlines())
     if importlib.util.find_spec("sglang") is None:
         return Finding(
-            "gpu", "note", f"{names}, but SGLang is not installed", "Install it: pip install 'batchweave[engine]'"
+            "gpu",
+            "note",
+            f"{names}, but SGLang is not installed",
+            "Install it: pip install 'batchweave-server[engine]'",
         )
     missing = compilers.put_on_path()
     if missing:

@@ -12,6 +12,7 @@ import structlog
 import typer
 from redis.asyncio import Redis
 
+from batchweave.terminal import fail
 from service.cli.start import log_to, open_database, run_role, serve_metrics, settings_of, stop_on_signals
 from service.db.clock import SharedClock
 from service.db.models import register_model
@@ -23,7 +24,6 @@ from service.fleet.lease import namespace_of
 from service.fleet.spec import FleetSpec, read_fleet
 from service.objects.storage import Storage
 from service.settings import load_settings
-from service.terminal import fail
 
 log = structlog.get_logger()
 
@@ -35,7 +35,7 @@ DownOption = Annotated[bool, typer.Option("--down", help="Drain and end all engi
 def fleet(models: FileOption, address: AddressOption = "auto", down: DownOption = False) -> None:
     """Keep engines of several models on a Ray cluster, as many as there is work for.
 
-    Needs `pip install 'batchweave[engine,fleet]'` on every machine, and there the same BATCHWEAVE_DATABASE_URL,
+    Needs `pip install 'batchweave-server[engine,fleet]'` on every machine, and there the same BATCHWEAVE_DATABASE_URL,
     BATCHWEAVE_REDIS_URL and BATCHWEAVE_STORAGE_URL for `ray start`. When this command ends, the engines stay and work
     on; `--down` ends them. Examples:
 
@@ -51,7 +51,7 @@ def fleet(models: FileOption, address: AddressOption = "auto", down: DownOption 
     except StartError as error:
         fail(str(error))
     except ModuleNotFoundError as error:
-        fail(f"Ray is not installed ({error.name} is missing): pip install 'batchweave[fleet]'")
+        fail(f"Ray is not installed ({error.name} is missing): pip install 'batchweave-server[fleet]'")
     open_database(settings)
     serve_metrics(settings)
 

@@ -7,10 +7,10 @@ import typer
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+from batchweave.terminal import DataDirOption, fail, said
 from service.cli.start import open_database, settings_of
 from service.db.migrate import downgrade, newest, released
 from service.errors import StartError
-from service.terminal import DataDirOption, fail, said
 from service.up.folder_lock import is_locked
 
 

@@ -3,7 +3,7 @@
 from importlib.metadata import packages_distributions
 
 OURS = ("service", "engine_ext", "migrations")
-NAME = "batchweave"
+NAME = "batchweave-server"
 
 
 def strangers() -> str | None:
@@ -13,7 +13,7 @@ def strangers() -> str | None:
         for owner in owners.get(package, ()):
             if owner != NAME:
                 return (
-                    f"the package {owner} has files in {package}/, where batchweave has its own. Install batchweave "
+                    f"the package {owner} has files in {package}/, where batchweave-server has its own. Install it "
                     "into an environment of its own (uv tool install, pipx install, or a new venv)."
                 )
     return None

@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from batchweave.terminal import fail
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import BatchweaveError
 from engine_ext.plan.window import Shape
@@ -26,7 +27,6 @@ from service.cli.workload_files import (
     read_file,
     small_by,
 )
-from service.terminal import fail
 from service.workloads.report import facts, plan_workload, with_sample, write_order
 
 FileArgument = Annotated[Path, typer.Argument(help="A batch file (JSONL of requests) or a workload file.")]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from batchweave.terminal import fail
 from engine_ext.errors import BatchweaveError
 from service.cli.workload_files import (
     DtypeOption,
@@ -18,7 +19,6 @@ from service.cli.workload_files import (
     cost_model,
     read_file,
 )
-from service.terminal import fail
 from service.workloads.colocation import METRICS, Given, alone_line, parse_wanted, profile, put_beside
 
 COMPILES = "simulates; the first time it compiles, which takes one to two minutes"

@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 from sqlalchemy.exc import SQLAlchemyError
 
+from batchweave.terminal import DataDirOption, fail, said
 from service.cli.owners import strangers
 from service.cli.start import (
     EngineOption,
@@ -43,7 +44,6 @@ from service.estimates.model_costs import check_model, told_machine
 from service.metrics.tracing import send_traces
 from service.objects.storage import Storage
 from service.settings import Settings
-from service.terminal import DataDirOption, fail, said
 from service.up.loop_watch import watched_loop
 from service.worker import notice
 from service.worker.nodes import Nodes
@@ -149,8 +149,8 @@ def worker(
     engine: EngineOption = None,
     script: ScriptOption = None,
 ) -> None:
-    """Run one worker, which leases slices and runs them on an engine: SGLang (`pip install 'batchweave[engine]'`), or
-    rules with `--engine scripted`.
+    """Run one worker, which leases slices and runs them on an engine: SGLang, for which the server needs its extra
+    `engine`, or rules with `--engine scripted`.
 
     With BATCHWEAVE_ONLINE_HOST, its address, it also answers online requests. With BATCHWEAVE_NODES,
     BATCHWEAVE_NODE_RANK and BATCHWEAVE_LEADER, several machines run one engine: number 0 leads, the others follow. Give
@@ -256,7 +256,7 @@ def _needs_engine() -> Generator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave[engine]'")
+        fail(f"The engine is not installed ({error.name} is missing): pip install 'batchweave-server[engine]'")
 
 
 def _stopping(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, lost: list[int]) -> Callable[[int], None]:

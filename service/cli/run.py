@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import httpx
 import typer
 
+from batchweave.errors import CommandError
+from batchweave.files import EXAMPLE, opened
+from batchweave.remote.accept import AcceptOption, accept_of
+from batchweave.remote.client import Away
+from batchweave.remote.download import can_be_written
+from batchweave.remote.run import Run, check_places, check_served
+from batchweave.remote.session import NO_KEY, Exit, KeyOption, service_at
+from batchweave.terminal import DataDirOption, fail, interrupted, said
 from service.cli.start import EngineOption, EnginesOption, GpusOption, ModelOption, ScriptOption, log_to, settings_of
 from service.endpoints import ENDPOINTS
-from service.errors import CommandError, CostsError, StartError
-from service.remote.accept import AcceptOption, accept_of
-from service.remote.client import Away
-from service.remote.download import can_be_written
-from service.remote.run import Run, check_places, check_served
-from service.remote.session import NO_KEY, Exit, KeyOption, service_at
-from service.requests.files import EXAMPLE, opened
+from service.errors import CostsError, StartError
 from service.settings import DEMO_MODEL, DEMO_NAME, Settings
-from service.terminal import DataDirOption, fail, interrupted, said
 
 if TYPE_CHECKING:
     from service.up.child import Service

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from batchweave.terminal import fail
 from engine_ext.costs.calibrate import Calibration
 from engine_ext.costs.cost import CostModel
 from engine_ext.errors import BatchweaveError
@@ -28,7 +29,6 @@ from service.cli.workload_files import (
     read_file,
     small_by,
 )
-from service.terminal import fail
 from service.workloads.fitting import ASSUMED_INTERFERENCE, fit
 from service.workloads.forecast import OWN, Outcome, Policy, check_options, forecast, row_of
 from service.workloads.report import longest_answer_s

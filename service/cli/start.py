@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+from batchweave.terminal import fail
 from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.db.sessions import Database
@@ -24,7 +25,6 @@ from service.metrics.counters import serve
 from service.objects.storage import Storage
 from service.queue.connection import open_redis
 from service.settings import AUTO, Settings, load_settings
-from service.terminal import fail
 
 EMBEDDING = ":embedding"  # ends a --model that is served for embeddings
 ModelOption = Annotated[str | None, typer.Option("--model", help="'demo', a local path, or a hub id.")]

@@ -12,6 +12,7 @@ from sqlalchemy import make_url, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from batchweave.terminal import DataDirOption, JsonOption, fail, print_json, print_table, said
 from service.db.migrate import upgrade
 from service.db.private import keep_private
 from service.db.sessions import Database
@@ -19,7 +20,6 @@ from service.db.tenant_tables import ApiKey, AuditEvent, Project, Role, Tier
 from service.errors import SettingsError, StartError, TenantError
 from service.settings import load_settings
 from service.tenants import changes
-from service.terminal import DataDirOption, JsonOption, fail, print_json, print_table, said
 
 Result = TypeVar("Result")
 SHOWN = 200

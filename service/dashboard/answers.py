@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from batchweave.files import BYTE_ORDER_MARK
 from service.api.context import Context
 from service.dashboard.conversation import MOST_CHARACTERS, Verdict, answered, asked, beginning, verdict
 from service.dashboard.lines import MOST_OF_PARSED, look_through, named, parsed, results
@@ -17,7 +18,6 @@ from service.db.tables import Batch, File
 from service.jobs.bad_answers import bad_answers
 from service.objects.shards import Outcome
 from service.objects.storage import file_key
-from service.requests.files import BYTE_ORDER_MARK
 from service.worker.answer_body import NO_USAGE, read
 from service.worker.judge import SCHEMA_FIELDS, outcome_of
 

@@ -8,8 +8,8 @@ from fastapi import Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from batchweave.terminal import duration
 from service.dashboard.sessions import Viewer
-from service.terminal import duration
 
 ROOT = Path(__file__).parent
 HEADERS = {

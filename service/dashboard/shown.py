@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from batchweave.terminal import duration
 from service.api import batches
 from service.api.context import Context
 from service.api.shapes import BatchObject
@@ -18,7 +19,6 @@ from service.db.tenant_tables import Project
 from service.estimates.outcomes import SHARE
 from service.metrics.history import History
 from service.requests.accept import Accept
-from service.terminal import duration
 
 NAME = "name"  # key of the metadata that names a batch
 # The one word that all pages use for a state; `waiting`, `held` and `running` are parts of the API's in_progress.

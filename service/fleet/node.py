@@ -15,7 +15,7 @@ from service.errors import ServiceError
 from service.settings import load_settings
 
 STOP_S = 30.0  # clouds give so long too
-WORKER = (sys.executable, "-m", "service.cli", "worker")
+WORKER = (sys.executable, "-m", "batchweave", "worker")
 # Ray sets the first to the actor's CPUs, which are none: an engine's threads would all share one core. The ports may be
 # set for other roles on the machine; of several workers only one could have them.
 NOT_INHERITED = ("OMP_NUM_THREADS", "BATCHWEAVE_METRICS_PORT", "BATCHWEAVE_ONLINE_PORT")

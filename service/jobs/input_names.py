@@ -8,13 +8,13 @@ import structlog
 from numpy.typing import NDArray
 from sqlalchemy import select
 
+from batchweave.files import BYTE_ORDER_MARK
 from service.db.sessions import Database
 from service.db.tables import Batch
 from service.jobs.bad_answers import bad_answers
 from service.objects.shards import Outcome, RetryOutcome
 from service.objects.storage import Storage, file_key
 from service.requests.custom_ids import Names
-from service.requests.files import BYTE_ORDER_MARK
 from service.requests.lines import custom_id_of
 
 MOST_LINE_BYTES = 1 << 31  # of files that were validated, and of error files

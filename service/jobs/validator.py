@@ -13,6 +13,7 @@ from sqlalchemy import case, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from batchweave.files import BYTE_ORDER_MARK
 from service import ids
 from service.db.clock import now_s
 from service.db.moves import move_batch
@@ -31,7 +32,6 @@ from service.objects.request_output import asked_output, with_limit
 from service.objects.storage import LineTooLong, Storage, Writer, file_key
 from service.queue.progress import Heartbeat
 from service.requests.accept import Accept, known
-from service.requests.files import BYTE_ORDER_MARK
 from service.requests.lines import (
     MAX_ERRORS,
     LineChecker,

@@ -34,7 +34,7 @@ class Traces:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         self._resource = Resource.create(
-            {"service.name": f"batchweave-{role}", "service.version": version("batchweave")}
+            {"service.name": f"batchweave-{role}", "service.version": version("batchweave-server")}
         )
         self._processor = BatchSpanProcessor(OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces"))
         self._provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from batchweave.files import BYTE_ORDER_MARK
 from service.endpoints import BY_PATH, ENDPOINTS
 from service.objects.request_output import with_limit
 from service.requests.accept import EVERY_ANSWER, Accept, known
 from service.requests.body_limits import body_faults
 from service.requests.custom_ids import CustomIds, Names
-from service.requests.files import BYTE_ORDER_MARK
 
 MAX_ERRORS = 1000
 MAX_CUSTOM_ID = 512

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import httpx
 
-from service.errors import CommandError
+from batchweave.errors import CommandError
+from batchweave.terminal import said
 from service.settings import Settings
-from service.terminal import said
 from service.up.folder_lock import is_locked, told_by
 from service.up.part import die_with_parent
 
@@ -85,7 +85,7 @@ def service_on(settings: Settings, options: Sequence[str], is_open: bool) -> Gen
 
 @contextmanager
 def _child(folder: Path, options: Sequence[str], is_open: bool) -> Generator[Service, None, None]:
-    command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(folder), "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "batchweave", "up", "--data-dir", str(folder), "--host", "127.0.0.1"]
     command += ["--port", str(_free_port()), *options]
     environment = os.environ | ({"BATCHWEAVE_AUTH": "none"} if is_open else {})
     with (folder / LOG).open("ab") as output:

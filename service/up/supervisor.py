@@ -43,7 +43,7 @@ WATCH_S = 0.5
 HELD_S = 5.0  # between two looks whether a worker is still drained
 LOGS_S = 60.0
 ROLES = ("api", "planner")
-COMMAND = [sys.executable, "-m", "service.cli"]
+COMMAND = [sys.executable, "-m", "batchweave"]
 log = structlog.get_logger()
 
 

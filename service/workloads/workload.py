@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from batchweave.files import opened
 from engine_ext.errors import SegmentError
 from engine_ext.plan.blend import Wishes
 from engine_ext.plan.buckets import LONGEST
@@ -19,7 +20,6 @@ from engine_ext.plan.prompts import Prompts, Segment
 from engine_ext.plan.window import Outputs
 from service.errors import WorkloadError
 from service.objects.request_output import asked_output
-from service.requests.files import opened
 from service.requests.lines import LineChecker, quoted
 from service.requests.tokens import PromptTokens, token_ids
 

@@ -32,7 +32,7 @@ def run_killed(folder: Path, lines: int, kills: int, seed: int) -> tuple[int, in
     file, output, data = folder / "requests.jsonl", folder / "results.jsonl", folder / "data"
     file.write_text("".join(f"{json.dumps(_request(number))}\n" for number in range(lines)))
     (folder / "rules.json").write_text('{"rules": [{"prompt": "*", "delay_s": 0.4}]}')
-    command = [sys.executable, "-m", "service.cli", "run", str(file), "-o", str(output), "--data-dir", str(data)]
+    command = [sys.executable, "-m", "batchweave", "run", str(file), "-o", str(output), "--data-dir", str(data)]
     command += ["--model", "demo", "--engine", "scripted", "--script", str(folder / "rules.json")]
     durable, killed, at_last = dict[str, str](), 0, 0
     while True:

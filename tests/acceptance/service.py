@@ -56,7 +56,7 @@ class Up:
 
     def start(self) -> None:
         self.starts += 1
-        command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(self.folder), "--port", str(self.port)]
+        command = [sys.executable, "-m", "batchweave", "up", "--data-dir", str(self.folder), "--port", str(self.port)]
         command += self.options
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "up.log").open("ab") as log:

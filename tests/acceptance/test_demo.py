@@ -18,7 +18,7 @@ GAP = 0.2  # of logits, by which the token of an answer may be below the best
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The data folder of a demo that has run, and what it printed."""
     folder = tmp_path_factory.mktemp("demo") / "data"
-    command = [sys.executable, "-m", "service.cli", "demo", "--data-dir", str(folder)]
+    command = [sys.executable, "-m", "batchweave", "demo", "--data-dir", str(folder)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert found.returncode == 0, found.stdout + found.stderr
     return folder, found.stderr + found.stdout

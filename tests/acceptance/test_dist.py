@@ -29,13 +29,15 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 @pytest.mark.skipif(not UV.exists(), reason="this environment was not made by make")
 def test_a_wheel_in_an_environment_of_its_own_runs_a_file(tmp_path: Path) -> None:
     shutil.copytree(ROOT, tmp_path / "tree", ignore=shutil.ignore_patterns(".*", "__pycache__", "dist", "build"))
-    run(UV, "build", "--python", sys.executable, "-o", tmp_path / "dist", tmp_path / "tree", cwd=tmp_path)
-    [wheel] = (tmp_path / "dist").glob("*.whl")
-    assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
+    for source in (tmp_path / "tree" / "client", tmp_path / "tree"):
+        run(UV, "build", "--python", sys.executable, "-o", tmp_path / "dist", source, cwd=tmp_path)
+    wheels = sorted((tmp_path / "dist").glob("*.whl"))
+    assert [each.name.split("-")[0] for each in wheels] == ["batchweave", "batchweave_server"]
+    assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 2
     run(UV, "venv", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
     at = {"VIRTUAL_ENV": str(tmp_path / "venv")}
     run(UV, "pip", "install", "--require-hashes", "-r", ROOT / "requirements" / "server.txt", cwd=tmp_path, **at)
-    run(UV, "pip", "install", "--no-deps", wheel, cwd=tmp_path, **at)
+    run(UV, "pip", "install", "--no-deps", *wheels, cwd=tmp_path, **at)
     lines = [
         {
             "custom_id": str(number),

@@ -58,7 +58,7 @@ class Deployment:
     def start(self, name: str, **more: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, **self.variables, "BATCHWEAVE_WORKER_NAME": name, **more}
         with (self.folder / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", "service.cli", "worker"]
+            command = [sys.executable, "-m", "batchweave", "worker"]
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         self.processes.append(process)
         return process

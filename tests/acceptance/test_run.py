@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, *more: str) -> list[str]:
     scripted = ["--model", "demo", "--engine", "scripted", "--script", str(folder / "rules.json")]
-    return [sys.executable, "-m", "service.cli", "run", *more, *scripted, "--data-dir", str(folder / "data")]
+    return [sys.executable, "-m", "batchweave", "run", *more, *scripted, "--data-dir", str(folder / "data")]
 
 
 def run(folder: Path, *more: str, **variables: str) -> subprocess.CompletedProcess[str]:

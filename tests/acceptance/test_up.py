@@ -249,7 +249,7 @@ def test_openapi_and_models_are_served(up: Up) -> None:
 
 
 def test_second_service_on_the_same_folder_is_refused(up: Up) -> None:
-    command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(up.folder)]
+    command = [sys.executable, "-m", "batchweave", "up", "--data-dir", str(up.folder)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert second.returncode == 1
     assert "is already running on" in second.stderr
@@ -257,7 +257,7 @@ def test_second_service_on_the_same_folder_is_refused(up: Up) -> None:
 
 
 def test_taken_port_is_said_at_once(up: Up, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "service.cli", "up", "--data-dir", str(tmp_path / "d"), "--port", str(up.port)]
+    command = [sys.executable, "-m", "batchweave", "up", "--data-dir", str(tmp_path / "d"), "--port", str(up.port)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert second.returncode == 1
     assert f"port {up.port} is taken" in " ".join(second.stderr.split())

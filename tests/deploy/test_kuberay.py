@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.cli.table import COMMANDS
+from batchweave.table import COMMANDS
 from service.fleet.spec import read_fleet
 from tests.deploy.kubernetes import VERSIONS, check
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.cli.table import COMMANDS
+from batchweave.table import COMMANDS
 from service.settings import NOT_SETTINGS, Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -90,7 +90,7 @@ def running(
     }
     log = folder / f"{variables.get('BATCHWEAVE_WORKER_NAME', role)}.log"
     with log.open("wb") as output:
-        command = [sys.executable, "-m", "service.cli", role, *arguments]
+        command = [sys.executable, "-m", "batchweave", role, *arguments]
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     found = Role(psutil.Process(process.pid), log, port)
     try:

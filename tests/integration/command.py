@@ -11,7 +11,7 @@ from tests.integration.harness import jsonl
 
 
 def start(url: str, *arguments: object, folder: Path | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "service.cli", *(str(each) for each in arguments)]
+    command = [sys.executable, "-m", "batchweave", *(str(each) for each in arguments)]
     environment = {**os.environ, "BATCHWEAVE_URL": url, "COLUMNS": "200"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, **pipes, text=True, env=environment, cwd=folder, start_new_session=True)

@@ -12,9 +12,9 @@ import typer
 from openai.types import Batch
 from sqlalchemy import select
 
+from batchweave.remote.accept import accept_of
 from engine_ext.plan.memory import Profile
 from service.db.tables import LengthProfile
-from service.remote.accept import accept_of
 from service.settings import Settings
 from service.worker.script import Rule, Script
 from service.worker.scripted import ScriptedEngine as Scripted

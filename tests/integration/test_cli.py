@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from service.cli.table import COMMANDS, command_line
+from batchweave.table import COMMANDS, command_line
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service.cli", *arguments]
+    command = [sys.executable, "-m", "batchweave", *arguments]
     env = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
 
@@ -81,7 +81,7 @@ def test_every_command_has_the_help_that_the_list_says(name: str) -> None:
 
 
 def test_the_list_imports_no_command() -> None:
-    code = "import sys; from service.cli.table import command_line; command_line(''); print(*sys.modules)"
+    code = "import sys; from batchweave.table import command_line; command_line(''); print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"sqlalchemy", "numba", "openai", "fastapi"} & set(found.stdout.split())
 
@@ -127,12 +127,12 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
 def test_ctrl_c_during_imports_ends_with_one_line() -> None:
     code = """
 import builtins, os, signal
-from service.cli.__main__ import main
+from batchweave.__main__ import main
 
 real = builtins.__import__
 
 def interrupted(name, *arguments, **more):
-    if name == "service.cli.table":
+    if name == "batchweave.table":
         os.kill(os.getpid(), signal.SIGINT)
     return real(name, *arguments, **more)
 
@@ -146,7 +146,7 @@ main()
 @pytest.mark.parametrize("command", ["submit", "batches", "files", "workers"])
 def test_remote_commands_import_little(command: str) -> None:
     """What makes them slow to start: the official client, pydantic's models, the service's own parts."""
-    code = f"from service.cli.table import command_line; command_line({command!r}); import sys; print(*sys.modules)"
+    code = f"from batchweave.table import command_line; command_line({command!r}); import sys; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     loaded = set(found.stdout.split())
     assert not loaded & {"openai", "fastapi", "sqlalchemy", "redis", "numpy", "service.settings", "service.db"}

@@ -8,7 +8,7 @@ import pytest
 from alembic import command
 from typer.testing import CliRunner
 
-from service.cli.table import command_line
+from batchweave.table import command_line
 from service.db.migrate import config, upgrade
 from service.demo.tiny import ensure_tiny_model
 

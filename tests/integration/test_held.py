@@ -9,14 +9,14 @@ import pytest
 from openai.types import Batch
 from sqlalchemy import func, select
 
+from batchweave.remote.preview import figures
+from batchweave.remote.shapes import Batch as RemoteBatch
 from service.db.models import register_model
 from service.db.tables import Slice
 from service.estimates import model_costs
 from service.jobs.expiry import Expiry
 from service.metrics.history import History, Pace
 from service.queue.progress import Heartbeat
-from service.remote.preview import figures
-from service.remote.shapes import Batch as RemoteBatch
 from service.settings import AUTO, Settings
 from tests.conftest import Clock
 from tests.integration.harness import Harness, ScriptedEngine, jsonl, line

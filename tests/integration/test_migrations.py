@@ -10,7 +10,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, inspect, text
 from typer.testing import CliRunner
 
-from service.cli.table import command_line
+from batchweave.table import command_line
 from service.db.migrate import config, downgrade, newest, upgrade
 from service.db.sessions import Database
 from service.db.tables import Base

@@ -238,7 +238,7 @@ def test_a_model_that_is_nowhere_is_refused_with_what_was_looked_for(tmp_path: P
         with pytest.raises(CostsError, match=said):
             check_model(load_settings(model=given))
     ran = subprocess.run(
-        [sys.executable, "-m", "service.cli", "up", "--model", "/nonexistent", "--data-dir", str(tmp_path / "data")],
+        [sys.executable, "-m", "batchweave", "up", "--model", "/nonexistent", "--data-dir", str(tmp_path / "data")],
         capture_output=True,
         text=True,
         timeout=120,
@@ -393,7 +393,7 @@ def test_what_a_role_writes_nobody_else_reads(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir(mode=0o755)
     (data / "batchweave.db").touch(mode=0o644)
-    code = "import os; os.umask(0o022); from service.cli.__main__ import main; main()"
+    code = "import os; os.umask(0o022); from batchweave.__main__ import main; main()"
     environment = {**os.environ, "BATCHWEAVE_DATA_DIR": str(data)}
     command = [sys.executable, "-c", code, "projects", "list"]
     subprocess.run(command, check=True, capture_output=True, env=environment, timeout=120)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, update
 
+from batchweave.errors import CommandError
+from batchweave.remote import submit as submits
 from service.db.tables import BatchStatus, Model
-from service.errors import CommandError
 from service.queue.progress import Heartbeat
-from service.remote import submit as submits
 from service.settings import Settings
 from tests.conftest import Clock
 from tests.integration.command import run, start, write
@@ -215,7 +215,7 @@ async def test_whoever_sits_at_the_terminal_is_asked(
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "service.cli",
+        "batchweave",
         *map(str, arguments),
         stdin=terminal,
         stderr=terminal,

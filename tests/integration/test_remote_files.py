@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
+from batchweave.errors import CommandError
+from batchweave.remote import upload as uploads
+from batchweave.remote.download import download
+from batchweave.remote.session import connect
 from service.db.tables import File
-from service.errors import CommandError
-from service.remote import upload as uploads
-from service.remote.download import download
-from service.remote.session import connect
 from tests.integration.command import run, write
 from tests.integration.harness import Harness, line
 

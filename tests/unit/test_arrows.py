@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # The rooms of `service`, bottom up: each imports only those before it. A file beside them is a room of its own.
 ROOMS = (
-    *("errors", "ids", "endpoints", "settings", "terminal"),
+    *("errors", "ids", "endpoints", "settings"),
     *("webhooks", "db", "objects", "queue", "metrics", "estimates", "tenants"),
     *("requests", "workloads", "worker", "jobs", "api", "dashboard", "app"),
-    *("demo", "remote", "up", "fleet", "cli"),
+    *("demo", "up", "fleet", "cli"),
 )
 # The same of `engine_ext`; `compiled` makes machine code of all rooms, `arrays` is what it changes in place.
 ENGINE_ROOMS = (
@@ -33,7 +33,7 @@ ENGINE_ROOMS = (
     "plugin",
 )
 PURE = ("costs", "plan", "scan", "coserve", "step", "simulate")
-OURS = {"service", "engine_ext", "migrations"}
+OURS = {"batchweave", "service", "engine_ext", "migrations"}
 PROCESSES = ("worker", "scheduler", "cpu")  # rooms of the plugin, by where a line runs; what is beside them crosses
 IO = {"asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "time", "datetime", "tempfile"}
 
@@ -130,13 +130,10 @@ def test_what_runs_in_one_process_imports_nothing_of_another(process: str) -> No
         assert not [name for name in imports(path) if starts(name, *others)], path
 
 
-def test_remote_commands_know_no_other_room() -> None:
-    for path in sources("service/remote"):
+def test_the_client_knows_nothing_of_the_service() -> None:
+    for path in sources("client/batchweave"):
         for name in imports(path):
-            ours = starts(name, "service", "engine_ext")
-            assert not ours or starts(
-                name, "service.remote", "service.terminal", "service.errors", "service.requests.files"
-            ), f"{path} imports {name}"
+            assert not starts(name, "service", "engine_ext", "migrations"), f"{path} imports {name}"
 
 
 def test_only_settings_reads_the_environment() -> None:

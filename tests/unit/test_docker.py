@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.cli.table import COMMANDS
+from batchweave.table import COMMANDS
 from service.settings import Settings
 
 DOCKER = Path(__file__).parents[2] / "docker"

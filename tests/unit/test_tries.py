@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from batchweave.remote.accept import NAMES
 from service.objects.shards import Outcome, Usage
-from service.remote.accept import NAMES
 from service.requests.accept import Accept, known
 from service.worker.answer_body import Body, Choice, Message
 from service.worker.tries import Tries

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from batchweave.table import command_line
 from engine_ext.costs.cost import CostModel
 from engine_ext.costs.engine_model import Clock, EngineModel, compute_time, step_time
 from engine_ext.costs.hardware import Machine, hardware
 from engine_ext.costs.model_shape import preset
 from engine_ext.errors import EngineStartError
 from engine_ext.plugin.worker.calibration_load import DECODES, Limits, blend, run_load
-from service.cli.table import command_line
 from service.errors import CalibrationError, CostsError, WorkloadError
 from service.estimates.model_costs import measured_overlap, planning_costs
 from service.settings import load_settings

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numba.typed import List
 from typer.testing import CliRunner
 
+from batchweave.table import command_line
 from benchmarks.simulate.__main__ import app
 from benchmarks.simulate.batches import POLICIES, simulate
 from engine_ext.costs.cost import CostModel
@@ -25,7 +26,6 @@ from engine_ext.simulate.cache import Cache, new_cache
 from engine_ext.simulate.engine import Engine, admit, new_engine, step
 from engine_ext.simulate.policies import Work, by_weight, prepare
 from engine_ext.simulate.stock import run_stock, to_come
-from service.cli.table import command_line
 
 COST = CostModel(preset("llama-3-8b"), Machine(hardware("a100-80gb")), attention_compute=False)
 GEMM_S, READ_S = COST.gemm_s_per_token, COST.read_s_per_token

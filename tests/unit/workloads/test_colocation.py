@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from batchweave.table import command_line
 from benchmarks.simulate.__main__ import app
 from benchmarks.simulate.rows import FIELDS
 from engine_ext.simulate.contest import CHUNKS
-from service.cli.table import command_line
 from service.errors import SettingsError
 from service.estimates.slo_file import read_slo_file
 

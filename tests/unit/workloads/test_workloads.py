@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from batchweave.table import command_line
 from engine_ext.plan.buckets import LONGEST
-from service.cli.table import command_line
 from service.demo.tiny import ensure_tiny_model
 from service.errors import WorkloadError
 from service.requests.tokens import PromptTokens

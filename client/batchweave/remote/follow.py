@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from service.remote.client import AnswerError, Away, Client
-from service.remote.progress_lines import ProgressLines
-from service.remote.session import Exit
-from service.remote.shapes import Batch
-from service.terminal import duration, said
+from batchweave.remote.client import AnswerError, Away, Client
+from batchweave.remote.progress_lines import ProgressLines
+from batchweave.remote.session import Exit
+from batchweave.remote.shapes import Batch
+from batchweave.terminal import duration, said
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 # What a batch did, or does, by its status.

@@ -13,14 +13,14 @@ from typing import Any
 
 import httpx
 
-from service.errors import CommandError
-from service.remote.client import AnswerError, Away, Client
-from service.remote.download import download
-from service.remote.follow import ENDED, extras, follow, report
-from service.remote.session import Exit
-from service.remote.shapes import Batch, File
-from service.remote.upload import upload
-from service.terminal import said
+from batchweave.errors import CommandError
+from batchweave.remote.client import AnswerError, Away, Client
+from batchweave.remote.download import download
+from batchweave.remote.follow import ENDED, extras, follow, report
+from batchweave.remote.session import Exit
+from batchweave.remote.shapes import Batch, File
+from batchweave.remote.upload import upload
+from batchweave.terminal import said
 
 PIECE = 1 << 20
 WRITE_S = 1.0

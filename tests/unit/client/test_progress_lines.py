@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from service.remote.progress_lines import LAST_LINE_S, ProgressLines
+from batchweave.remote.progress_lines import LAST_LINE_S, ProgressLines
 
 
 def test_a_state_is_printed_when_it_changes_and_then_ever_less_often(capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,9 @@ from urllib.parse import quote
 
 import typer
 
-from service.errors import CommandError
-from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, service_at
-from service.terminal import JsonOption, duration, print_json, print_table, said
+from batchweave.errors import CommandError
+from batchweave.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, service_at
+from batchweave.terminal import JsonOption, duration, print_json, print_table, said
 
 app = typer.Typer(no_args_is_help=True, help="List workers, drain them and resume them.")
 Name = Annotated[str, typer.Argument(help="Name from `batchweave workers list`.")]

@@ -13,7 +13,7 @@ from uuid import uuid4
 import httpx
 import msgspec
 
-from service.errors import CommandError
+from batchweave.errors import CommandError
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 TRIES = 3

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from batchweave.files import opened
+from batchweave.remote.submit import _endpoint_of  # pyright: ignore[reportPrivateUsage]
 from service.api.plain_text import PlainText
 from service.dashboard.lines import parsed
 from service.objects.json_lines import line_of
-from service.remote.submit import _endpoint_of  # pyright: ignore[reportPrivateUsage]
-from service.requests.files import opened
 from service.workloads.workload import lines_of
 
 BOM = b"\xef\xbb\xbf"

@@ -12,17 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
-from service.errors import CommandError
-from service.remote.accept import AcceptOption, accept_of
-from service.remote.client import AnswerError, Away, Client, NotAService
-from service.remote.download import can_be_written, download
-from service.remote.follow import ENDED, extras, follow, report
-from service.remote.preview import can_ask, preview
-from service.remote.session import LOCAL_URL, NO_KEY, Exit, KeyOption, UrlOption, service_at
-from service.remote.shapes import Batch, File
-from service.remote.upload import upload
-from service.requests.files import EXAMPLE, opened
-from service.terminal import JsonOption, fail, interrupted, print_json, said
+from batchweave.errors import CommandError
+from batchweave.files import EXAMPLE, opened
+from batchweave.remote.accept import AcceptOption, accept_of
+from batchweave.remote.client import AnswerError, Away, Client, NotAService
+from batchweave.remote.download import can_be_written, download
+from batchweave.remote.follow import ENDED, extras, follow, report
+from batchweave.remote.preview import can_ask, preview
+from batchweave.remote.session import LOCAL_URL, NO_KEY, Exit, KeyOption, UrlOption, service_at
+from batchweave.remote.shapes import Batch, File
+from batchweave.remote.upload import upload
+from batchweave.terminal import JsonOption, fail, interrupted, print_json, said
 
 _ID = re.compile(r"file-\w+")
 CHECKED_S = 5.0  # for which `submit` waits for the check of its file, whose faults it then says at once

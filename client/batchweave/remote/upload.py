@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from service.errors import CommandError
-from service.remote.client import Client, NotAService
-from service.remote.shapes import File
-from service.terminal import said
+from batchweave.errors import CommandError
+from batchweave.remote.client import Client, NotAService
+from batchweave.remote.shapes import File
+from batchweave.terminal import said
 
 PART_BYTES = 16 * 1024 * 1024
 MOST_PARTS = 10_000  # that the service takes

@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from service.errors import CommandError
-from service.remote.accept import AcceptOption, accept_of
-from service.remote.download import can_be_written, take
-from service.remote.follow import ENDED, SENTENCES, extras, refusal, report, sentence, warnings
-from service.remote.preview import figures, start
-from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
-from service.remote.shapes import Batch
-from service.remote.submit import OutputOption, WaitOption, fetch, started, watch
-from service.terminal import JsonOption, duration, print_json, print_table, said
+from batchweave.errors import CommandError
+from batchweave.remote.accept import AcceptOption, accept_of
+from batchweave.remote.download import can_be_written, take
+from batchweave.remote.follow import ENDED, SENTENCES, extras, refusal, report, sentence, warnings
+from batchweave.remote.preview import figures, start
+from batchweave.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
+from batchweave.remote.shapes import Batch
+from batchweave.remote.submit import OutputOption, WaitOption, fetch, started, watch
+from batchweave.terminal import JsonOption, duration, print_json, print_table, said
 
 app = typer.Typer(no_args_is_help=True, help="List, watch, start, cancel and retry batches, and fetch their results.")
 BatchId = Annotated[

@@ -13,9 +13,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from service.errors import CommandError
-from service.remote.client import AnswerError, Client
-from service.remote.session import connect
+from batchweave.errors import CommandError
+from batchweave.remote.client import AnswerError, Client
+from batchweave.remote.session import connect
 
 
 class Failing(BaseHTTPRequestHandler):

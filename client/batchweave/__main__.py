@@ -1,4 +1,4 @@
-"""Runs the command line: `batchweave`, or `python -m service.cli`. Ctrl-C ends any command with 130 and one line."""
+"""Runs the command line: `batchweave`, or `python -m batchweave`. Ctrl-C ends any command with 130 and one line."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ def main() -> None:
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:  # as in the background of a script
         signal.signal(signal.SIGINT, _end)
-    from service.cli.table import command_of_this_line
-    from service.terminal import Interrupted
+    from batchweave.table import command_of_this_line
+    from batchweave.terminal import Interrupted
 
     command = command_of_this_line()
     signal.signal(signal.SIGINT, before)

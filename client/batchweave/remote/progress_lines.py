@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from service.terminal import said
+from batchweave.terminal import said
 
 FIRST_LINE_S, LAST_LINE_S = 10.0, 300.0  # between two lines of one state; each pause is twice the one before
 

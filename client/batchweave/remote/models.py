@@ -2,9 +2,9 @@
 
 import time
 
-from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, service_at
-from service.remote.shapes import Model
-from service.terminal import JsonOption, duration, print_json, print_table, said
+from batchweave.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, service_at
+from batchweave.remote.shapes import Model
+from batchweave.terminal import JsonOption, duration, print_json, print_table, said
 
 
 def models(as_json: JsonOption = False, url: UrlOption = LOCAL_URL, key: KeyOption = NO_KEY) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import httpx
 
-from service.errors import CommandError
-from service.remote.client import Away, Client
-from service.remote.shapes import File
-from service.terminal import fail
+from batchweave.errors import CommandError
+from batchweave.remote.client import Away, Client
+from batchweave.remote.shapes import File
+from batchweave.terminal import fail
 
 ATTEMPTS = 8
 PAUSE_S = 0.5

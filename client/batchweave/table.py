@@ -1,12 +1,18 @@
-"""The command line. A command's module is imported only when the command is called: some imports take seconds."""
+"""The command line. A command's module is imported only when the command is called: some imports take seconds.
+
+Those whose modules are in `service` need the distribution batchweave-server; without it they are not listed.
+"""
 
 import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Annotated, Any
 
 import typer
+
+from batchweave.terminal import fail
 
 # By name: where the command is, and its help, with which the command's own help must begin.
 COMMANDS = {
@@ -18,11 +24,14 @@ COMMANDS = {
         "service.cli.roles:up",
         "Run the whole service in the foreground: Redis, API, planner, and an engine for each GPU.",
     ),
-    "submit": ("service.remote.submit:submit", "Upload a file, run it as a batch, and print the batch's id."),
-    "batches": ("service.remote.batches:app", "List, watch, start, cancel and retry batches, and fetch their results."),
-    "files": ("service.remote.files:app", "List, upload, download and delete files: batch inputs and results."),
-    "models": ("service.remote.models:models", "List the models that requests can name."),
-    "workers": ("service.remote.workers:app", "List workers, drain them and resume them."),
+    "submit": ("batchweave.remote.submit:submit", "Upload a file, run it as a batch, and print the batch's id."),
+    "batches": (
+        "batchweave.remote.batches:app",
+        "List, watch, start, cancel and retry batches, and fetch their results.",
+    ),
+    "files": ("batchweave.remote.files:app", "List, upload, download and delete files: batch inputs and results."),
+    "models": ("batchweave.remote.models:models", "List the models that requests can name."),
+    "workers": ("batchweave.remote.workers:app", "List workers, drain them and resume them."),
     "migrate": (
         "service.cli.migrate:migrate",
         "Bring the database to this version's schema, or back to that of an older one.",
@@ -48,6 +57,7 @@ COMMANDS = {
     ),
     "openapi": ("service.cli.openapi:openapi", "Print the OpenAPI description of the HTTP API as YAML."),
 }
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 COMPLETED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # variables in which a shell passes the line to complete
 
 
@@ -61,8 +71,11 @@ def command_line(called: str) -> typer.Typer:
         help="Offline batch inference on SGLang behind an OpenAI-style Batch API.",
         callback=_main,
     )
+    has_server = _has_server()
     for name, (place, text) in COMMANDS.items():
-        if name == called:
+        if place.startswith("service.") and not has_server:
+            app.command(name, hidden=True, context_settings=ANYTHING)(_needs_server)
+        elif name == called:
             module, _, attribute = place.partition(":")
             _add(app, name, getattr(import_module(module), attribute))
         else:
@@ -74,6 +87,21 @@ def command_of_this_line() -> typer.Typer:
     """Return an app that is complete for the command that this process was called with."""
     line = next((os.environ[name].split() for name in COMPLETED if name in os.environ), sys.argv)
     return command_line(next((each for each in line[1:] if not each.startswith("-")), ""))
+
+
+def _needs_server(context: typer.Context) -> None:
+    fail(
+        f"`batchweave {context.info_name}` runs on a machine of the service: pip install batchweave-server, or "
+        "batchweave-server[engine] where an engine runs."
+    )
+
+
+def _has_server() -> bool:
+    try:
+        distribution("batchweave-server")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _add(app: typer.Typer, name: str, command: typer.Typer | Callable[..., Any]) -> None:

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 import msgspec
 
-from service.remote.client import shaped
+from batchweave.remote.client import shaped
 
 
 class Told(msgspec.Struct, kw_only=True):

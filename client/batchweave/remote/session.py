@@ -9,9 +9,9 @@ from typing import Annotated
 import httpx
 import typer
 
-from service.errors import CommandError
-from service.remote.client import AnswerError, Away, Client, NotAService
-from service.terminal import fail
+from batchweave.errors import CommandError
+from batchweave.remote.client import AnswerError, Away, Client, NotAService
+from batchweave.terminal import fail
 
 UrlOption = Annotated[str, typer.Option("--url", envvar="BATCHWEAVE_URL", help="URL of the service.")]
 KeyOption = Annotated[

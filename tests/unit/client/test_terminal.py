@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.terminal import duration
+from batchweave.terminal import duration
 
 
 @pytest.mark.parametrize(

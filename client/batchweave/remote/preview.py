@@ -5,10 +5,10 @@ import time
 
 import typer
 
-from service.remote.client import Client
-from service.remote.follow import ENDED, extras, follow
-from service.remote.shapes import Batch
-from service.terminal import duration, interrupted, said
+from batchweave.remote.client import Client
+from batchweave.remote.follow import ENDED, extras, follow
+from batchweave.remote.shapes import Batch
+from batchweave.terminal import duration, interrupted, said
 
 
 def can_ask() -> bool:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from service.remote.download import can_be_written, download
-from service.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
-from service.remote.shapes import File
-from service.remote.upload import upload
-from service.terminal import JsonOption, duration, fail, print_json, print_table, said
+from batchweave.remote.download import can_be_written, download
+from batchweave.remote.session import LOCAL_URL, NO_KEY, KeyOption, UrlOption, named, service_at
+from batchweave.remote.shapes import File
+from batchweave.remote.upload import upload
+from batchweave.terminal import JsonOption, duration, fail, print_json, print_table, said
 
 app = typer.Typer(no_args_is_help=True, help="List, upload, download and delete files: batch inputs and results.")
 MOST_NAME = 120  # characters, with room for what is added while it is downloaded
