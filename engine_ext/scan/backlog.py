@@ -34,7 +34,7 @@ from engine_ext.scan.events import (
     Event,
 )
 from engine_ext.scan.footprint import output_tokens
-from engine_ext.scan.projects import Owner, ProjectTimes
+from engine_ext.scan.projects import NOT_AHEAD, Owner, ProjectTimes
 from engine_ext.scan.replan import Progress, plan_backlog
 from engine_ext.scan.state import State, StepCosts
 from engine_ext.scan.tiers import Urgency
@@ -233,7 +233,7 @@ class Planner:
         counts = HAS_TOKENS[kinds]
         rows["tokens"][numbers[counts]] = values[counts]
         rows["tokens"][told.running.numbers] = told.running.tokens
-        self._charge(np.union1d(numbers, told.running.numbers))
+        self._charge(np.union1d(numbers, told.running.numbers), numbers[kinds == DROPPED])
         for number in numbers[AFTER[kinds] == FREE].tolist():
             self._prompts[number], self._profiles[number] = _NOBODY, None
         overtakers = np.sort(rows["came"][numbers[kinds == ADMITTED]])
@@ -242,10 +242,14 @@ class Planner:
         rows["overtaken"][behind] += later[behind]
         rows["since"][behind] = np.minimum(rows["since"][behind], told.now)
 
-    def _charge(self, numbers: Column) -> None:
-        """Count for their projects what these requests took since they were counted last."""
+    def _charge(self, numbers: Column, dropped: Column) -> None:
+        """Count for their projects what these requests took since they were counted last.
+
+        A prompt counts whole as soon as it runs, also if it is `dropped` before it is computed.
+        """
         rows: Any = self._rows
-        begun = numbers[(rows["tokens"][numbers] > 0) | (rows["prefilled"][numbers] == 1)]
+        runs = (rows["status"][numbers] == RUNS) | np.isin(numbers, dropped)
+        begun = numbers[(rows["tokens"][numbers] > 0) | (rows["prefilled"][numbers] == 1) | runs]
         prompt = np.array([len(self._prompts[number]) for number in begun.tolist()], dtype=np.int64)
         tokens, cached = rows["tokens"][begun], np.maximum(prompt - rows["fresh"][begun], 0)
         took_s = self.cost.compute_s(prompt, tokens) - self.cost.saved_s(cached) + self.cost.memory_s(prompt, tokens)
@@ -262,9 +266,8 @@ class Planner:
         rows: Any = self._rows
         overtaken, since = rows["overtaken"][numbers], rows["since"][numbers]
         aged: Bools = (overtaken >= MOST_OVERTAKEN) | (told.now - since >= LONGEST_WAIT_S)
-        ahead, here = np.zeros(len(numbers), dtype=np.bool_), np.flatnonzero(rows["status"][numbers] != ENDED)
-        runs = rows["status"][numbers[here]] == RUNS
-        ahead[here] = self._projects.ahead(rows["project"][numbers[here]], runs, told.slowness)
+        ahead, waits = np.full(len(numbers), NOT_AHEAD), rows["status"][numbers] == WAITS
+        ahead[waits] = self._projects.ahead(rows["project"][numbers[waits]], told.slowness)
         return Urgency(rows["due"][numbers] - told.now, aged, told.slowness, rows["apart"][numbers], ahead)
 
 

@@ -1,16 +1,19 @@
 """Counts what an engine computes and reads for each project, so that deadlines take no more than a project's share.
 
-Start-time fair queueing: a project's virtual time advances by the work done for it divided by its weight, and one that
-comes starts level with the others. Who is ahead is not hurried any more, whatever its deadlines are.
+Start-time fair queueing: a project's virtual time advances by the work done for it divided by its weight. One that
+begins to wait starts level with those that waited before: it has not saved up any turns.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from engine_ext.arrays import Bools, Column, Floats
-from engine_ext.scan.tuning import AHEAD_S, PROJECTS_KNOWN
+from engine_ext.scan.tuning import AHEAD_S, MOST_BEHIND_S, PROJECTS_KNOWN
+
+NOT_AHEAD = -1
 
 
 class Owner(NamedTuple):
@@ -28,27 +31,30 @@ class ProjectTimes:
     """The virtual time of each project, in seconds of the cost model."""
 
     _times: dict[int, float] = field(default_factory=dict[int, float])
+    _waited: Collection[int] = ()  # the projects that waited at the last look
+    _level: float = 0.0  # with which who begins to wait starts; never falls
 
     def charge(self, projects: Column, work_s: Floats) -> None:
         """Count work; `work_s`: seconds divided by the project's weight, for each of `projects`."""
         which, at = np.unique(projects, return_inverse=True)
         for project, seconds in zip(which.tolist(), np.bincount(at, work_s).tolist(), strict=True):
-            self._times[project] = self._times.get(project, 0.0) + seconds
+            self._times[project] = self._times.get(project, self._level) + seconds
 
-    def ahead(self, projects: Column, runs: Bools, slowness: float) -> Bools:
-        """Return which of these requests are of a project that had more than its share; bool [requests].
+    def ahead(self, projects: Column, slowness: float) -> Column:
+        """Return, of each waiting request, its project if that had more than its share, otherwise NOT_AHEAD.
 
-        `projects`: those of the requests that wait or run. `runs`: which of them run. A project of which none waits is
-        behind nobody. `slowness`: seconds that the engine takes for a second of the cost model.
+        `projects`: those of the requests that wait; int64 [requests], as is the result. `slowness`: seconds that the
+        engine takes for a second of the cost model.
         """
         which, at = np.unique(projects, return_inverse=True)
-        waits = np.bincount(at, ~runs) > 0
         here = which.tolist()
-        level = min((self._times[each] for each in here if each in self._times), default=0.0)
+        self._level = max(self._level, min((self._times[each] for each in here if each in self._waited), default=0.0))
+        times = np.array([max(self._times.get(each, 0.0), self._level) for each in here])
+        # Who waits with little to do saves up no more than this.
+        times = np.maximum(times, times.max(initial=0.0) - MOST_BEHIND_S / slowness)
         if len(self._times) > PROJECTS_KNOWN:
-            self._times = {each: self._times[each] for each in here if each in self._times}
-        for project in here:
-            self._times[project] = max(self._times.get(project, level), level)
-        times = np.array([self._times[each] for each in here])
-        least = times[waits].min(initial=np.inf)
-        return ((times - least) * slowness > AHEAD_S)[at]
+            self._times.clear()
+        self._times |= zip(here, times.tolist(), strict=True)
+        self._waited = set(here)
+        is_ahead: Bools = (times - times.min(initial=np.inf)) * slowness > AHEAD_S
+        return np.where(is_ahead, which, NOT_AHEAD)[at]

@@ -10,6 +10,7 @@ import numpy as np
 from engine_ext.arrays import Bools, Column, Floats
 from engine_ext.plan.pools import POOLS_S
 from engine_ext.plan.tuning import HASTE, TIERS_PER_DOUBLING
+from engine_ext.scan.projects import NOT_AHEAD
 
 POOLS, POOL = 1000, 10  # the first pool's tier, and from one pool's to the next one's; threatened deadlines come before
 AGED = POOLS + POOL // 2  # who was overtaken too often goes behind what must end in minutes, and before all others
@@ -23,15 +24,15 @@ class Urgency(NamedTuple):
     `due_s`: float64 [requests], seconds from now until it must have ended; infinite for none. `aged`: bool [requests],
     whether too many requests that came later have gone before it. `slowness`: seconds that the engine takes for a
     second of the cost model. `apart`: int64 [requests], 1 for those that go behind the others of their urgency.
-    `ahead`: bool [requests], those of projects that had more than their share, which go before nobody else's; see
-    projects.py.
+    `ahead`: int64 [requests], the project of those whose project had more than its share (projects.py), otherwise
+    NOT_AHEAD.
     """
 
     due_s: Floats
     aged: Bools
     slowness: float = 1.0
     apart: Column | int = 0
-    ahead: Bools | None = None
+    ahead: Column | None = None
 
     @classmethod
     def none(cls, requests: int) -> "Urgency":
@@ -50,10 +51,16 @@ class Urgency(NamedTuple):
         with np.errstate(invalid="ignore"):
             near = np.floor(TIERS_PER_DOUBLING * np.log2(np.clip(due_s, SHORTEST_S, 1e12)))
         tiers = np.where(due_s < HASTE * self.slowness * total_s, near, tiers + self.apart).astype(np.int64)
-        if self.ahead is None or not self.ahead.any():
+        if self.ahead is None or (self.ahead == NOT_AHEAD).all():
             return tiers
-        others = ~self.ahead if waits is None else ~self.ahead & waits
-        return np.where(self.ahead, np.maximum(tiers, tiers[others].max(initial=0)), tiers)
+        # What is most urgent of a project that is ahead goes beside what is least urgent of the others, and the rest of
+        # it behind, in its order: their deadlines order a project's own requests all the same.
+        here = np.ones(len(tiers), dtype=np.bool_) if waits is None else waits
+        last = tiers[here & (self.ahead == NOT_AHEAD)].max(initial=0)
+        for project in np.unique(self.ahead[here & (self.ahead != NOT_AHEAD)]).tolist():
+            mine = self.ahead == project
+            tiers[mine] += max(0, int(last - tiers[mine & here].min()))
+        return tiers
 
     def look_again_s(self, total_s: float, waits: Bools) -> float:
         """Return the seconds after which a deadline of a waiting request may be threatened that is not yet.

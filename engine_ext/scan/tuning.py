@@ -7,7 +7,8 @@
 MOST_OVERTAKEN = 4096  # requests that came later and may go before one of the same urgency
 LONGEST_WAIT_S = 1800.0  # for which requests that came later may go before it
 AHEAD_S = 5.0  # of the engine's work, by which a project may be ahead of the others before it is not hurried any more
-PROJECTS_KNOWN = 1000  # of which none waits or runs
+MOST_BEHIND_S = 60.0  # of the engine's work, by which a project may be behind the others
+PROJECTS_KNOWN = 1000  # whose work is remembered
 
 # Admission
 SOON = 32  # steps for whose output tokens there must always be room

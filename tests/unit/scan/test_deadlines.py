@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine_ext.plan.lengths import UNKNOWN
 from engine_ext.scan import backlog as backlog_module
-from engine_ext.scan.projects import Owner
+from engine_ext.scan.projects import NOT_AHEAD, Owner, ProjectTimes
 from engine_ext.scan.tiers import AGED, ORDINARY, POOLS, Urgency
 from tests.unit.scan.driving import decide
 from tests.unit.scan.test_live import Engine, live, tokens
@@ -205,11 +205,43 @@ def test_short_windows_take_no_more_than_a_projects_share(weight: float, least: 
 
 def test_a_project_that_is_ahead_keeps_its_deadlines_beside_itself() -> None:
     due_s, nobody = np.array([600.0, 7000.0, 5 * 3600.0]), np.zeros(3, dtype=np.bool_)
-    ahead = np.array([True, True, False])
+    ahead = np.array([7, 7, NOT_AHEAD])
 
-    assert Urgency(due_s, nobody, ahead=ahead).tiers(1.0).tolist() == [POOLS + 30, POOLS + 30, POOLS + 30]
-    assert Urgency(due_s, nobody, ahead=np.ones(3, dtype=np.bool_)).tiers(1.0).tolist() == [
+    assert Urgency(due_s, nobody, ahead=ahead).tiers(1.0).tolist() == [POOLS + 30, POOLS + 50, POOLS + 30]
+    assert Urgency(due_s, nobody, ahead=np.full(3, 7)).tiers(1.0).tolist() == [
         POOLS,
         POOLS + 20,
         POOLS + 30,
     ]
+
+
+def test_a_project_saves_up_no_turns() -> None:
+    """Whether it is away, or waits with a little all the time, while another works alone for an hour."""
+    for trickles in (False, True):
+        times, a, b = ProjectTimes(), np.array([1]), np.array([2])
+        times.charge(np.array([1, 2]), np.array([1.0, 0.01]))
+        times.ahead(np.array([1, 2]), 1.0)
+        for _ in range(3600):
+            times.charge(a, np.ones(1))
+            times.ahead(np.array([1, 2]) if trickles else a, 1.0)
+        lead = 0
+        while times.ahead(np.array([1, 2]), 1.0)[0] == 1:
+            times.charge(b, np.ones(1))
+            lead += 1
+        assert lead <= (60 if trickles else 0)
+
+
+def test_one_request_of_another_project_leaves_a_projects_own_order_alone() -> None:
+    engine, busy, other = Engine(live(), most_at_once=40, slowness=10.0), Owner(1), Owner(2)
+    for key in range(4000):
+        engine.add(key, tokens((100 + key, 5 + key % 600)), 1 + key % 400, due=DAY_S, owner=busy)
+    engine.add(4000, tokens((9_000_000, 150)), 40, due=DAY_S, owner=other)
+    for _ in range(300):
+        engine.step()
+    begun = len(engine.admitted)
+    for key in range(5000, 5200):
+        engine.add(key, tokens((100 + key, 5 + key % 600)), 1 + key % 400, due=engine.now + 120, owner=busy)
+    engine.add(6000, tokens((9_000_001, 150)), 40, due=DAY_S, owner=other)
+    while not all(key in engine.ended for key in range(5000, 5200)):
+        engine.step()
+    assert sum(key < 4000 for key in engine.admitted[begun:]) < 100
