@@ -10,14 +10,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel
+from engine_ext.plugin.worker.media import media_fault
 
 INT32_MAX = 2**31 - 1
 MOST_BIAS = 100.0  # as in OpenAI's API
 # Below these values a logit overflows, and the sampler fails on all requests of the step.
 LEAST_TEMPERATURE, LEAST_REPETITION_PENALTY = 1e-3, 1e-2
 SPACES = ("cache_salt", "extra_key")
-MEDIA = ("image_url", "video_url", "audio_url", "file_url", "url")
 
 
 def own_space(fields: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +48,9 @@ def fault(request: Any, vocab_size: int) -> tuple[str, str] | None:
             value = getattr(request, name, None)
             if value is not None and not is_fine(value, vocab_size):
                 return name, reason
+    for name in ("messages", "input"):
+        if wrong := media_fault(getattr(request, name, None)):
+            return name, wrong
     return None
 
 
@@ -99,29 +101,6 @@ def _compiles(value: Any, _vocab_size: int) -> bool:
     return True
 
 
-def _brings_its_media(messages: Any, _vocab_size: int) -> bool:
-    """Return whether no part of a message makes the engine read a file or a host: a batch must not explore our network.
-
-    Everything else in a message, such as the arguments of a tool call, is text to the engine.
-    """
-    for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
-        for part in content if isinstance(content, list) else []:
-            if not _is_data(part.model_dump() if isinstance(part, BaseModel) else part):
-                return False
-    return True
-
-
-def _is_data(part: Any) -> bool:
-    """Return whether each URL in a part, of any shape, contains its data."""
-    if not isinstance(part, dict):
-        return True
-    return all(
-        value.startswith("data:") if key in MEDIA and isinstance(value, str) else _is_data(value)
-        for key, value in part.items()
-    )
-
-
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any, int], bool], str], ...] = (
     (("prompt", "input_ids", "stop_token_ids"), _ids_in_vocabulary, "a token id is outside the model's vocabulary"),
     (("logprobs", "top_logprobs"), _at_most_vocabulary, "must not exceed the size of the vocabulary"),
@@ -131,5 +110,4 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any, int], bool], str], ...] = (
     (("temperature",), _is_temperature, f"must be 0, or between {LEAST_TEMPERATURE} and {MOST_BIAS:.0f}"),
     (("repetition_penalty",), _is_repetition_penalty, f"must be at least {LEAST_REPETITION_PENALTY}"),
     (("stop_regex",), _compiles, "not a regular expression"),
-    (("messages", "input"), _brings_its_media, "media must be part of the request, as a data: URL"),
 )

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from engine_ext.plugin.worker.guard import MEDIA
+from engine_ext.plugin.worker.media import MEDIA
 
 MOST_TOKEN_BYTES, TOKEN_BYTES = 64, 4  # nearly all tokens are at most so long, and as long as this on average
 # All that a prompt or a chat template may contain; the first one that is there is the prompt.
