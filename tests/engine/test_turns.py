@@ -273,3 +273,35 @@ def test_long_prompts_of_one_project_stop_nobodys_stream(demo: Path, log: Path) 
     arguments = {"max_running_requests": 16, "chunked_prefill_size": 1024}
     with running_engine(demo, arguments, log, overlap="none") as engine:
         assert engine.do(main) >= 4
+
+
+def test_room_is_looked_for_again_when_another_request_is_first() -> None:
+    turns, running = Turns(), SimpleNamespace(batch_is_full=True)
+    a, b = Req("a", 0), Req("b", 0)
+    turns.look_again([a], running)
+    running.batch_is_full = True  # `a` does not fit
+    turns.look_again([a], running)
+    assert running.batch_is_full
+    turns.look_again([b, a], running)
+    assert not running.batch_is_full
+
+
+def test_who_finds_no_room_holds_nobody_for_whom_there_is_some(demo: Path, log: Path) -> None:
+    """SGLang notes that the cache is full when a request does not fit, and asks nobody else until one ends."""
+
+    async def main(host: Any) -> None:
+        await ask(host, "b", 0, max_tokens=1)
+        theirs = [asyncio.create_task(ask(host, "a", n, ignore_eos=True, max_tokens=4000)) for n in range(60)]
+        async with asyncio.timeout(60):
+            while not (await host.scheduler_states())[0]["online_kv"]:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(2)
+        async with asyncio.timeout(200):
+            await ask(host, "b", 1, max_tokens=4)
+        assert not any(task.done() for task in theirs), "it waited for room that was free before"
+        for task in theirs:
+            task.cancel()
+        await asyncio.gather(*theirs, return_exceptions=True)
+
+    with running_engine(demo, {"max_running_requests": 64, "max_total_tokens": 20_000}, log) as engine:
+        engine.do(main)

@@ -109,6 +109,7 @@ def _without_batches(ours: Admission, scheduler: Any, running: Any, ask_sglang: 
             ours.beside.pass_time(online.those_here(scheduler, running), now)
     else:  # the ranks agree on a time only in steps with batches
         ours.beside.forget()
+    ours.turns.look_again(scheduler.waiting_queue, running)
     batch, running_after = (None, running) if ours.turns.are_decodes(running) else ask_sglang()
     ours.reuse.note(batch, continued, ours.running)
     _note_launch(ours, batch, running_after)

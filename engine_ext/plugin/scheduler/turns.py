@@ -38,6 +38,7 @@ class Turns:
     _last: dict[tuple[int, str], float] = field(default_factory=dict[tuple[int, str], float])
     _came: int = 0
     _lately: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])  # the number of its last request
+    _first: Any = None  # of SGLang's queue, for which it looked for room
     decodes_due: float = 0.0  # steps of those that decode, which online prompts have put off
 
     def came(self, queue: list[Any]) -> None:
@@ -108,6 +109,16 @@ class Turns:
             turn = order(continued)
             first = takewhile(lambda req: order(req) < turn, scheduler.waiting_queue[:LOOKED_UP])
             continued.batchweave_first = list(first)
+
+    def look_again(self, queue: list[Any], running: Any) -> None:
+        """Let SGLang look for room if another request than before is first.
+
+        SGLang notes that there is none when one does not fit, and looks again only when one ends. That is late for a
+        project to which the room is left that others may not have.
+        """
+        first = queue[0] if queue else None
+        if first is not self._first:
+            self._first, running.batch_is_full = first, False
 
     def are_decodes(self, running: Any) -> bool:
         """Return whether the next step is of those that decode, though prompts wait."""
