@@ -9,7 +9,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.api.connections import know
 from service.api.context import Context, InContext
-from service.db.sessions import Database
+from service.db.sessions import Database, reader
 from service.db.tenant_tables import Role
 from service.errors import Forbidden, Unauthorized
 from service.metrics.counters import REFUSED_KEYS
@@ -75,6 +75,7 @@ async def _known(request: Request, context: Context, caller: Caller | None) -> C
         raise Unauthorized("The API key is unknown, revoked or expired.", code="invalid_api_key")
     request.state.key = caller.name or caller.actor
     know(request.scope)
+    reader.set(caller.project.id)
     await count_request(context.redis, caller.project, context.clock())
     return caller
 

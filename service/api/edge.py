@@ -1,5 +1,6 @@
 """Middleware around every route: assigns a request id, measures time, and limits bodies that are not streamed."""
 
+import hashlib
 import re
 import secrets
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.connections import is_over
+from service.db.sessions import reader
 from service.endpoints import ONLINE
 from service.metrics.counters import HTTP
 from service.metrics.tracing import UNTRACED, HttpSpan
@@ -62,6 +64,7 @@ class Edge:
         if is_over(scope) and not any(name in (b"authorization", b"cookie") for name, _ in scope["headers"]):
             await JSONResponse(_TOO_MANY, 503, {"retry-after": "1", "connection": "close"})(scope, receive, send)
             return
+        reader.set(_who(scope))  # a request has a task of its own
         request_id = f"req_{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
@@ -95,6 +98,14 @@ class Edge:
         if path in ONLINE:
             return self._most_online
         return MAX_PARTS_BYTES if _COMPLETES.fullmatch(path) else MAX_BODY_BYTES
+
+
+def _who(scope: Scope) -> str:
+    """Return a name of who calls, before the key is looked up, which is a read already."""
+    given = dict(scope["headers"])
+    client = scope.get("client") or ("",)
+    said = given.get(b"authorization") or given.get(b"cookie") or str(client[0]).encode()
+    return hashlib.blake2b(said, digest_size=16).hexdigest()
 
 
 def _head_fault(headers: Sequence[tuple[bytes, bytes]]) -> str | None:

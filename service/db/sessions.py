@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -11,7 +12,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 
 APPLICATION = "batchweave"  # the name of our sessions in pg_stat_activity
 CONNECTIONS = 4
+READS_EACH = CONNECTIONS - 1  # of one reader at one time, in a process
 _WRITE = "batchweave_write"
+
+
+# For whom a task reads: a project, or, until that is known, what it sent as its key. The service itself is "".
+reader: ContextVar[str] = ContextVar("reader", default="")
 
 
 class Database:
@@ -39,6 +45,7 @@ class Database:
             connect_args=arguments,
         )
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by project
+        self._reads: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by reader
         self._writing = self.engine.execution_options(**{_WRITE: True})
         if is_sqlite:
             event.listen(self.engine.sync_engine, "connect", _configure_sqlite)
@@ -48,7 +55,14 @@ class Database:
 
     @asynccontextmanager
     async def read(self) -> AsyncGenerator[AsyncSession, None]:
-        async with self._session(self.engine) as session:
+        """Open a transaction that reads. Those of one reader wait for each other before they have a
+        connection: others need it.
+
+        In such a block nothing else may read.
+        """
+        whose = reader.get()
+        turn = self._reads.setdefault(whose, asyncio.Semaphore(READS_EACH)) if whose else nullcontext()
+        async with turn, self._session(self.engine) as session:
             yield session
 
     @asynccontextmanager

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from sqlalchemy import make_url, text
 
 from service.db.lost_sessions import end_lost_sessions
-from service.db.sessions import Database
+from service.db.sessions import READS_EACH, Database, reader
 from service.jobs import runner
 from service.objects.storage import Storage
 from service.settings import Settings
@@ -99,3 +99,29 @@ async def test_a_server_that_refuses_a_connection_counts_as_away(settings: Setti
     with serve(settings.model_copy(update={"database_url": url}), clock) as api:
         answer = httpx.get(f"{api}/v1/batches")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "database_unavailable")
+
+
+async def test_one_reader_leaves_a_connection_to_others(database: Database) -> None:
+    go, reads = asyncio.Event(), 0
+
+    async def read(whose: str, until: asyncio.Event | None) -> None:
+        nonlocal reads
+        reader.set(whose)
+        async with database.read() as session:
+            await session.execute(text("SELECT 1"))
+            reads += 1
+            if until is not None:
+                await until.wait()
+
+    flood = [asyncio.create_task(read("a", go)) for _ in range(50)]
+    try:
+        async with asyncio.timeout(60):
+            while reads < READS_EACH:
+                await asyncio.sleep(0.01)
+            for whose in ("b", "c", ""):
+                await asyncio.create_task(read(whose, None))
+        assert reads == READS_EACH + 3
+    finally:
+        go.set()
+        await asyncio.gather(*flood)
+    assert reads == 50 + 3
