@@ -1,6 +1,6 @@
 """The sweeper: deletes objects that no batch needs any more, leftovers of crashes, and old database records."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import structlog
@@ -40,6 +40,7 @@ WINDOWS = 20  # deleted in one transaction
 LIST_S = 3600.0  # between two listings of all that is in object storage
 log = structlog.get_logger()
 
+Judge = Callable[[list[str]], Awaitable[tuple[set[str], set[str]]]]
 _KEPT = File.deleted_at.is_(None)
 _HAS_RESULTS = exists().where(File.id.in_([Batch.output_file_id, Batch.error_file_id]), _KEPT)
 
@@ -47,8 +48,8 @@ _HAS_RESULTS = exists().where(File.id.in_([Batch.output_file_id, Batch.error_fil
 class Sweeper:
     """Deletes what the service no longer needs, from object storage and from the database.
 
-    What deleted files said goes from pictures of plans in each round; all else in the first one and then once an hour,
-    because a listing of object storage costs the more the more is kept.
+    In each round it looks at what only running batches and pending uploads have; at all else in the first one and then
+    once an hour, because a listing of object storage costs the more the more is kept.
 
     `newest_backup`: a file as old as the newest backup of the database; what ended after it is kept. `keep_rows_s`:
     after this time the rows of what was deleted are deleted too, and of batches that ended and have no more files.
@@ -73,35 +74,30 @@ class Sweeper:
     async def run_once(self) -> bool:
         """Sweep what it is time for. Returns whether it deleted any objects."""
         await self._texts()
-        now = self._clock()
-        if self._listed_at is not None and 0 <= now - self._listed_at < LIST_S:
-            return False
         try:
             backup = float("inf") if self._newest_backup is None else self._newest_backup.stat().st_mtime
         except OSError as error:
             log.warning("sweeps nothing: BATCHWEAVE_NEWEST_BACKUP names no file", error=repr(error))
             return False
-        self._since = min(now - KEEP_S, backup)
-        swept = await self._objects(backup)
-        await self._records()
-        await self._rows()
-        await self._slices()
-        self._listed_at = now
+        now, store_now = self._clock(), await self._storage.now()
+        self._since, young = min(now - KEEP_S, backup), min(store_now - KEEP_S, backup)
+        swept = await self._folders({"indexes": self._indexes, "uploads": self._uploads}, young)
+        if self._listed_at is None or not 0 <= now - self._listed_at < LIST_S:
+            self._listed_at = now  # also if it fails: another try would list all of it again
+            kept = {"shards": self._shards, "plans": self._plans, "outcomes": self._outcomes}
+            swept += await self._folders(kept, young)
+            swept += await self._files(store_now, young)
+            swept += await self._storage.delete_staged(store_now - YOUNG_S)
+            await self._records()
+            await self._rows()
+            await self._slices()
         if swept:
             log.info("swept", folders=swept)
         return swept > 0
 
-    async def _objects(self, backup: float) -> int:
-        """Delete the objects that nothing needs. Returns how many folders and files."""
-        swept, store_now = 0, await self._storage.now()
-        young = min(store_now - KEEP_S, backup)
-        judges = {
-            "shards": self._shards,
-            "indexes": self._indexes,
-            "plans": self._plans,
-            "uploads": self._uploads,
-            "outcomes": self._outcomes,
-        }
+    async def _folders(self, judges: Mapping[str, Judge], young: float) -> int:
+        """Delete the folders below these prefixes that nothing needs. Returns how many."""
+        swept = 0
         for prefix, judge in judges.items():
             names = await self._storage.folders(prefix)
             for at in range(0, len(names), CHUNK):
@@ -109,8 +105,7 @@ class Sweeper:
                 known, needed = await judge(chunk)
                 for name in set(chunk) - needed:
                     swept += await self._sweep(f"{prefix}/{name}", name in known, young)
-        swept += await self._files(store_now, young)
-        return swept + await self._storage.delete_staged(store_now - YOUNG_S)
+        return swept
 
     async def _records(self) -> None:
         """Delete old webhook deliveries, audit events and profiles of lengths."""
@@ -177,11 +172,15 @@ class Sweeper:
 
     async def _sweep(self, folder: str, known: bool, young: float) -> bool:
         """Delete a folder that is not needed. Returns whether it did. One that no row refers to must be old."""
-        if not known:
-            newest = max((await self._storage.modified(folder)).values(), default=0.0)
-            if newest > young:
-                return False
-        await self._storage.delete_all(folder)
+        try:
+            if not known:
+                newest = max((await self._storage.modified(folder)).values(), default=0.0)
+                if newest > young:
+                    return False
+            await self._storage.delete_all(folder)
+        except Exception:  # it must not keep the others: the next listing finds it again
+            log.exception("not swept", folder=folder)
+            return False
         return True
 
     async def _shards(self, names: list[str]) -> tuple[set[str], set[str]]:
@@ -242,6 +241,9 @@ class Sweeper:
                 rows = await session.execute(select(File.id, File.deleted_at).where(File.id.in_(old)))
             deleted = {str(file_id): deleted_at is not None for file_id, deleted_at in rows}
             for file_id in (each for each, at in old.items() if deleted.get(each, at <= young)):
-                await self._storage.delete(file_key(file_id))
-                swept += 1
+                try:
+                    await self._storage.delete(file_key(file_id))
+                    swept += 1
+                except Exception:
+                    log.exception("not swept", file=file_id)
         return swept

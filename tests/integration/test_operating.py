@@ -148,7 +148,7 @@ async def test_bytes_of_an_upload_are_judged_while_they_stream(
         await session.execute(update(Project).where(Project.id == DEFAULT_PROJECT).values(max_bytes=10_000))
     written = 0
 
-    def counted(here: Any, write: Any) -> Any:
+    def counted(here: Any, write: Any, _counted: Any) -> Any:
         async def count(data: bytes) -> object:
             nonlocal written
             written += len(data)
