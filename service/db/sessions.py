@@ -16,7 +16,7 @@ READS_EACH = CONNECTIONS - 1  # of one reader at one time, in a process
 _WRITE = "batchweave_write"
 
 
-# For whom a task reads: a project, or, until that is known, what it sent as its key. The service itself is "".
+# The reader of a task: a project, or, until that is known, what it sent as its key; "" is the service itself.
 reader: ContextVar[str] = ContextVar("reader", default="")
 
 

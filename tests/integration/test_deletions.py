@@ -174,3 +174,29 @@ async def test_a_file_of_many_batches_is_deleted_by_few_statements(harness: Harn
         with statements(harness.database) as found:
             assert await forget_file(session, true(), file.id, 1.0)
     assert len(found) < 12, found
+
+
+async def test_an_index_goes_with_its_batch_and_one_failure_keeps_nothing_else(
+    harness: Harness, client: openai.OpenAI, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Indexes count for no quota once their batch has ended."""
+    sweeper = harness.sweeper
+    await sweeper.run_once()  # it lists everything now, and for an hour no more
+    for _ in range(3):
+        batch_id = await harness.submit(jsonl([line(1)]))
+        await harness.plan()
+        client.batches.cancel(batch_id)
+        await harness.until_ended(batch_id)
+    indexes = await harness.storage.folders("indexes")
+    assert len(indexes) == 3
+    delete_all = Storage.delete_all
+
+    async def failing(storage: Storage, prefix: str) -> None:
+        if prefix == f"indexes/{indexes[1]}":
+            raise PermissionError(prefix)
+        await delete_all(storage, prefix)
+
+    monkeypatch.setattr(Storage, "delete_all", failing)
+    clock.now += 60
+    await sweeper.run_once()
+    assert await harness.storage.folders("indexes") == [indexes[1]]
