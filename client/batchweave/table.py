@@ -57,6 +57,7 @@ COMMANDS = {
     ),
     "openapi": ("service.cli.openapi:openapi", "Print the OpenAPI description of the HTTP API as YAML."),
 }
+# Takes any arguments: a command that is not installed has no options of its own.
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 COMPLETED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # variables in which a shell passes the line to complete
 
@@ -90,6 +91,7 @@ def command_of_this_line() -> typer.Typer:
 
 
 def _needs_server(context: typer.Context) -> None:
+    """Stand for a command of the service where that is not installed."""
     fail(
         f"`batchweave {context.info_name}` runs on a machine of the service: pip install batchweave-server, or "
         "batchweave-server[engine] where an engine runs."

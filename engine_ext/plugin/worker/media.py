@@ -18,8 +18,8 @@ MEDIA = ("image_url", "video_url", "audio_url", "file_url", "url")
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 MOST_PIXELS = 50_000_000  # of a picture: 150 MB of memory
 MOST_PIXELS_TOGETHER = 3 * MOST_PIXELS  # of all pictures of a request
-# What recordings begin with, and within how many bytes there must be a zero byte: no text is one, whatever FFmpeg looks
-# for in it.
+# Bytes at the beginning of a recording of which one must be zero. FFmpeg looks for playlists and sessions in text up to
+# the first zero byte, so no text may pass that only begins like a recording.
 BINARY_WITHIN = 64
 KINDS = "a picture (PNG, JPEG, GIF, WebP, BMP, TIFF) or a recording (MP4, WebM, WAV, AVI, Ogg, FLAC, MP3)"
 
@@ -66,7 +66,7 @@ def _urls_in(part: Any) -> Iterator[str]:
 
 
 def _pixels(data: bytes) -> int | None:
-    """Return how many pixels a picture has, by its header; None if it is none."""
+    """Return how many pixels a picture has, by its header; None for what is no picture."""
     try:
         with (
             warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
@@ -80,6 +80,7 @@ def _pixels(data: bytes) -> int | None:
 
 
 def _is_recording(data: bytes) -> bool:
+    """Return whether data begin like a recording of a known kind, and not like a text."""
     if data[:3] == b"ID3" and len(data) > 10:  # FFmpeg looks behind such a tag
         size = 0
         for byte in data[6:10]:
